@@ -1,0 +1,1 @@
+"""EVOKE's retention policy for LMCache. Nothing is implemented yet; see the README."""
