@@ -1,0 +1,52 @@
+"""What is remembered of evicted blocks: how many distinct requests had touched them.
+
+Guarantees: at most ``limit`` entries, first evicted first forgotten, every operation O(1). A block
+that becomes resident again is taken out of the memory, but its place in the queue stays occupied
+until it reaches the front, which keeps the queue a plain deque of keys.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+
+# An entry packs the serial number of its place in the queue above the count.
+_COUNT_BITS = 6
+_COUNT_MASK = (1 << _COUNT_BITS) - 1
+
+
+class GhostMemory:
+    """Reuse counts of blocks that are no longer resident."""
+
+    def __init__(self) -> None:
+        self._entries: dict[bytes, int] = {}
+        self._queue: deque[bytes] = deque()
+        self._front = 0  # serial number of the queue's first place
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def remember(self, keys: Iterable[bytes], count: int, limit: int) -> None:
+        """Add evicted blocks, all with the same ``count`` (below 64), then forget beyond ``limit``.
+
+        Precondition: none of the keys is in the memory.
+        """
+        entries, queue = self._entries, self._queue
+        place = self._front + len(queue)
+        for key in keys:
+            entries[key] = place << _COUNT_BITS | count
+            queue.append(key)
+            place += 1
+        while len(queue) > limit:
+            key = queue.popleft()
+            entry = entries.get(key)
+            if entry is not None and entry >> _COUNT_BITS == self._front:
+                del entries[key]
+            self._front += 1
+
+    def recall(self, key: bytes) -> int:
+        """Take a block out of the memory; return its count, 0 if it is not remembered."""
+        return self._entries.pop(key, 0) & _COUNT_MASK
+
+    def clear(self) -> None:
+        self._entries.clear()
+        self._front += len(self._queue)
+        self._queue.clear()

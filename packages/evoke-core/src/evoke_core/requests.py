@@ -1,0 +1,80 @@
+"""Open requests: their tick, their tags, and the chain of blocks they walk, per group.
+
+The chain is what makes repeated calls harmless: a request counts once per block, however often the
+engine polls, because the chain remembers how far it has been counted.
+"""
+
+from attrs import define, field
+
+from evoke_core.tags import RequestTags
+
+UNKNOWN = b""
+
+
+@define(eq=False)
+class Chain:
+    """The blocks one request has named in one group.
+
+    Attributes:
+        keys: head first, from position 0 on.
+        counted: so many of the leading keys have this request in their history.
+        ahead: stretches behind a gap (position -> end) that have it too, being inserted by it.
+    """
+
+    keys: list[bytes] = field(factory=list)
+    counted: int = 0
+    ahead: dict[int, int] = field(factory=dict)
+
+    def recount(self, from_position: int = 0) -> None:
+        """Forget what was counted from this position on."""
+        self.counted = min(self.counted, from_position)
+        self.ahead = {at: end for at, end in self.ahead.items() if end <= from_position}
+
+    def record(self, keys: list[bytes], start: int) -> list[bytes]:
+        """Note that the request has ``keys`` at ``start``; return those it had not named before.
+
+        Positions that nobody has named yet are filled with ``UNKNOWN``, which is never resident.
+        Where the engine corrects itself, the chain follows it from the first difference on.
+        """
+        self.keys.extend([UNKNOWN] * (start - len(self.keys)))
+        known = len(self.keys) - start
+        if known >= len(keys):
+            if self.keys[start : start + len(keys)] == keys:
+                return []
+        elif self.keys[start:] == keys[:known]:
+            fresh = keys[known:]
+            self.keys.extend(fresh)
+            return fresh
+        same = next(i for i, key in enumerate(keys) if self.keys[start + i] != key)
+        del self.keys[start + same :]
+        self.recount(start + same)
+        fresh = keys[same:]
+        self.keys.extend(fresh)
+        return fresh
+
+
+@define(eq=False)
+class OpenRequest:
+    """One request between ``open`` and ``close``.
+
+    Attributes:
+        tick: the clock when it was opened; all it touches is as recent as this.
+        now: time in seconds, as handed in by the adapter.
+        floor: what its source role grants.
+        chains: per full-attention group.
+        windows: per window group, the keys it has named, True once counted.
+    """
+
+    request_id: str
+    tick: int
+    now: float
+    tags: RequestTags
+    floor: float
+    chains: dict[int, Chain] = field(factory=dict)
+    windows: dict[int, dict[bytes, bool]] = field(factory=dict)
+
+    def chain(self, group: int) -> Chain:
+        chain = self.chains.get(group)
+        if chain is None:
+            chain = self.chains[group] = Chain()
+        return chain
