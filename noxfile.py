@@ -214,7 +214,7 @@ def tests_vllm(session: nox.Session) -> None:
 def tests_wheels(session: nox.Session) -> None:
     """Build the wheels, install them beside stock vLLM, load the spec through its factory."""
     require_linux(session)
-    dist = Path(session.create_tmp()) / "dist"
+    dist = Path(session.create_tmp()).absolute() / "dist"
     uv(session, "build", "--wheel", "--clear", "--out-dir", dist, "--all-packages")
     session.log("Installing the wheels and stock vLLM: about 9 GB the first time")
     session.install(
@@ -223,6 +223,7 @@ def tests_wheels(session: nox.Session) -> None:
         *("--constraints", str(ENGINES / STOCK / "versions.txt")),
         *(f"--reinstall-package={name}" for name in PACKAGES),
         *group("test"),
+        silent=False,
     )
     session.run("pytest", "tests/wheels", *session.posargs, env={"EVOKE_TEST_WHEELS": str(dist)})
 
