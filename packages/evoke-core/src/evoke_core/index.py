@@ -375,6 +375,19 @@ class RetentionIndex:
             and chain.keys[position - 1] in self._runs
         )
 
+    def locate(
+        self, request_id: str, keys: list[bytes], *, group: int = 0
+    ) -> list[tuple[int, list[bytes]]]:
+        """Part ``keys`` into consecutive stretches of the request's chain, each with its position.
+
+        For engines that offer blocks without saying where they stand. Keys not named before
+        continue what comes before them.
+        """
+        request = self._requests.get(request_id)
+        if request is None or group in self._window_groups or not keys:
+            return [(0, keys)] if keys else []
+        return request.chain(group).locate(keys)
+
     # --- runs ---
 
     def _parent(self, run: Run) -> Run | None:

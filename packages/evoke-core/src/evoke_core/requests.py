@@ -25,6 +25,35 @@ class Chain:
     counted: int = 0
     ahead: dict[int, int] = field(factory=dict)
 
+    def locate(self, keys: list[bytes]) -> list[tuple[int, list[bytes]]]:
+        """Part ``keys`` into stretches that are consecutive here: ``(position, keys)``.
+
+        A key that the request has not named yet continues what comes before it; at the front, the
+        chain as a whole.
+        """
+        at = self._position(keys[0])
+        known = len(self.keys) - at
+        if self.keys[at : at + len(keys)] == (keys if known >= len(keys) else keys[:known]):
+            return [(at, keys)]
+        stretches = [(at, keys[:1])]
+        for key in keys[1:]:
+            start, stretch = stretches[-1]
+            follows = start + len(stretch)
+            if follows >= len(self.keys) or self.keys[follows] == key:
+                stretch.append(key)
+            else:
+                stretches.append((self._position(key), [key]))
+        return stretches
+
+    def _position(self, key: bytes) -> int:
+        # Engines offer what comes right behind the blocks that are resident.
+        if self.counted < len(self.keys) and self.keys[self.counted] == key:
+            return self.counted
+        try:
+            return self.keys.index(key)
+        except ValueError:
+            return len(self.keys)
+
     def recount(self, from_position: int = 0) -> None:
         """Forget what was counted from this position on."""
         self.counted = min(self.counted, from_position)
