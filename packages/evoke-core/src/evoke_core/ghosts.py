@@ -42,9 +42,11 @@ class GhostMemory:
                 del entries[key]
             self._front += 1
 
-    def recall(self, key: bytes) -> int:
-        """Take a block out of the memory; return its count, 0 if it is not remembered."""
-        return self._entries.pop(key, 0) & _COUNT_MASK
+    def recall(self, keys: list[bytes]) -> list[int]:
+        """Take blocks out of the memory; return their counts, 0 for one that is not remembered."""
+        if self._entries.keys().isdisjoint(keys):
+            return [0] * len(keys)
+        return [self._entries.pop(key, 0) & _COUNT_MASK for key in keys]
 
     def clear(self) -> None:
         self._entries.clear()

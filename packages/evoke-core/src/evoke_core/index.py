@@ -164,7 +164,7 @@ class RetentionIndex:
             added = []
             for position, key in enumerate(keys, start):
                 if key not in self._runs:
-                    reuse = self._ghosts.recall(key) + 1
+                    reuse = self._ghosts.recall([key])[0] + 1
                     run = self._new_run(request, [key], group, position, None, reuse)
                     self._add(run, hold)
                     request.windows[group][key] = True
@@ -245,26 +245,29 @@ class RetentionIndex:
 
     # --- holds ---
 
-    def hold(self, key: bytes) -> None:
-        """Keep a resident block from being a candidate until as many ``unhold`` calls."""
-        run = self._runs.get(key)
-        if run is None:
-            return
-        count = self._holds.get(key, 0)
-        self._holds[key] = count + 1
-        if count == 0:
-            run.held += 1
+    def hold(self, *keys: bytes) -> None:
+        """Keep resident blocks from being candidates until as many ``unhold`` calls."""
+        for key in keys:
+            run = self._runs.get(key)
+            if run is None:
+                continue
+            count = self._holds.get(key, 0)
+            self._holds[key] = count + 1
+            if count == 0:
+                run.held += 1
 
-    def unhold(self, key: bytes) -> None:
-        count = self._holds.get(key, 0)
-        if count > 1:
-            self._holds[key] = count - 1
-        elif count == 1:
-            del self._holds[key]
-            run = self._runs[key]
-            run.held -= 1
-            if run.entry is None and run.children == 0:
-                self._settle(run)
+    def unhold(self, *keys: bytes) -> None:
+        """Take back one hold of each block that is held."""
+        holds, runs = self._holds, self._runs
+        for key in keys:
+            count = holds.pop(key, 0)
+            if count > 1:
+                holds[key] = count - 1
+            elif count == 1:
+                run = runs[key]
+                run.held -= 1
+                if run.entry is None and run.children == 0:
+                    self._settle(run)
 
     # --- candidates ---
 
@@ -514,17 +517,15 @@ class RetentionIndex:
                 run = self._run_at(chain.keys[position], position)
                 position = position + 1 if run is None else run.start + len(run.keys)
                 continue
-            stop = position + 1
-            while stop < end and chain.keys[stop] not in self._runs:
-                stop += 1
-            stretch = chain.keys[position:stop]
+            stretch = chain.keys[position:end]
+            if not self._runs.keys().isdisjoint(stretch):
+                stretch = stretch[: next(i for i, key in enumerate(stretch) if key in self._runs)]
             if len(set(stretch)) < len(stretch):  # no chain: keep what precedes the repetition
                 stretch = stretch[: next(i for i, key in enumerate(stretch) if key in stretch[:i])]
-                stop = position + len(stretch)
             self._insert_stretch(request, group, position, stretch, hold)
             added += stretch
-            chain.ahead[position] = stop
-            position = stop
+            chain.ahead[position] = position + len(stretch)
+            position += len(stretch)
         self._advance(request, chain, end)
         return added
 
@@ -533,8 +534,7 @@ class RetentionIndex:
     ) -> None:
         """Add consecutive missing blocks, one run for each stretch of equal remembered reuse."""
         parent_key = request.chain(group).keys[start - 1] if start else None
-        recall = self._ghosts.recall
-        counts = [recall(key) for key in keys] if self._ghosts else [0] * len(keys)
+        counts = self._ghosts.recall(keys)
         begin = 0
         for at in range(1, len(keys) + 1):
             if (

@@ -16,7 +16,7 @@ Guarantees, beyond the index's:
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Sequence
 from enum import Enum
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from attrs import frozen
 
@@ -91,10 +91,13 @@ class LedgerStats:
     tags_ignored: dict[TagProblem, int]
 
 
-class _Transfer(NamedTuple):
+@frozen(eq=False)
+class _Transfer:
+    """A reservation that is being written."""
+
     request_id: str
     ticket: int
-    slot: int
+    slots: dict[bytes, int]
     group: int
     role: str | None
 
@@ -198,7 +201,7 @@ class BlockLedger:
         loads = self._loads.setdefault(request_id, {})
         for key in keys:
             loads[key] = loads.get(key, 0) + 1
-            self.index.hold(key)
+        self.index.hold(*keys)
         return slots
 
     def release(self, request_id: str, keys: Collection[bytes]) -> None:
@@ -207,16 +210,16 @@ class BlockLedger:
         if loads is None:
             self._counts["late"] += len(keys)
             return
+        released = []
         for key in keys:
-            count = loads.get(key, 0)
+            count = loads.pop(key, 0)
             if count == 0:
                 self._counts["late"] += 1
                 continue
-            if count == 1:
-                del loads[key]
-            else:
+            if count > 1:
                 loads[key] = count - 1
-            self.index.unhold(key)
+            released.append(key)
+        self.index.unhold(*released)
         if not loads:
             del self._loads[request_id]
 
@@ -234,7 +237,7 @@ class BlockLedger:
         self._ticket += 1
         self.touch(request_id, keys, group=group, start=start)
         wanted = self._admissible(request_id, keys, group, start)
-        granted = [key for key in dict.fromkeys(wanted) if key not in self.index]
+        granted = self._missing(dict.fromkeys(wanted))
         evicted: list[bytes] = []
         shortage = len(granted) + len(self.index) - self.capacity
         if shortage > 0:
@@ -248,9 +251,14 @@ class BlockLedger:
         stretch = wanted[: wanted.index(granted[-1]) + 1]
         granted = self.index.insert(request_id, stretch, group=group, start=start, hold=True)
         slots = self._take_slots(len(granted))
-        role = self.index.role(request_id)
-        for key, slot in zip(granted, slots, strict=True):
-            self._pending[key] = _Transfer(request_id, self._ticket, slot, group, role)
+        transfer = _Transfer(
+            request_id,
+            self._ticket,
+            dict(zip(granted, slots, strict=True)),
+            group,
+            self.index.role(request_id),
+        )
+        self._pending.update(dict.fromkeys(granted, transfer))
         return Reservation(granted, slots, evicted, self._ticket)
 
     def commit(
@@ -261,9 +269,8 @@ class BlockLedger:
         Without a ``ticket`` a completion is matched by request and key.
         """
         done = self._finish(request_id, keys, ticket)
-        for key, transfer in done:
-            self._ready[key] = transfer.slot
-            self.index.unhold(key)
+        self._ready.update((key, transfer.slots[key]) for key, transfer in done.items())
+        self.index.unhold(*done)
         return self._report("stored", done)
 
     def abort(
@@ -272,10 +279,10 @@ class BlockLedger:
         """A write failed: drop its blocks, free their slots, return the keys removed."""
         done = self._finish(request_id, keys, ticket)
         # Completions come as sets: an order of our own keeps the free list independent of hashing.
-        done.sort(key=lambda item: item[1].slot, reverse=True)
-        for key, transfer in done:
+        slots = {key: transfer.slots[key] for key, transfer in done.items()}
+        for key in sorted(slots, key=slots.__getitem__, reverse=True):
             self.index.drop(key, "aborted")
-            self._freed.append(transfer.slot)
+            self._freed.append(slots[key])
         return self._report("aborted", done)
 
     def reset(self) -> None:
@@ -347,7 +354,7 @@ class BlockLedger:
     ) -> Sequence[bytes]:
         if not refused:
             return keys
-        self._refuse([key for key in refused if key not in self.index], reason, group)
+        self._refuse(self._missing(refused), reason, group)
         if len(refused) == len(keys):
             return []
         gone = set(refused)
@@ -372,9 +379,9 @@ class BlockLedger:
 
     def _finish(
         self, request_id: str, keys: Collection[bytes], ticket: int | None
-    ) -> list[tuple[bytes, _Transfer]]:
+    ) -> dict[bytes, _Transfer]:
         """Take the transfers that a completion belongs to out of the pending ones."""
-        done = []
+        done = {}
         for key in keys:
             transfer = self._pending.get(key)
             if (
@@ -385,16 +392,21 @@ class BlockLedger:
                 self._counts["late"] += 1
                 continue
             del self._pending[key]
-            done.append((key, transfer))
+            done[key] = transfer
         return done
 
     def _report(
-        self, kind: Literal["stored", "aborted"], done: list[tuple[bytes, _Transfer]]
+        self, kind: Literal["stored", "aborted"], done: dict[bytes, _Transfer]
     ) -> list[bytes]:
-        keys = [key for key, _ in done]
-        if done:
-            self._decide(kind, keys, "", 0, done[0][1].role, done[0][1].group)
+        keys = list(done)
+        if keys:
+            first = done[keys[0]]
+            self._decide(kind, keys, "", 0, first.role, first.group)
         return keys
+
+    def _missing(self, keys: Iterable[bytes]) -> list[bytes]:
+        ready, pending = self._ready, self._pending
+        return [key for key in keys if key not in ready and key not in pending]
 
     def _refuse(self, keys: list[bytes], reason: str, group: int) -> None:
         if keys:

@@ -198,7 +198,6 @@ def _by_group(keys: Collection[OffloadKey]) -> list[tuple[int, list[bytes]]]:
     parts = list(keys)
     if not parts:
         return []
-    suffix = parts[0][-_GROUP_BYTES:]
-    if all(key.endswith(suffix) for key in parts):
+    if len({key[-_GROUP_BYTES:] for key in parts}) == 1:
         return [(get_offload_group_idx(parts[0]), parts)]
     return [(group, list(part)) for group, part in groupby(parts, get_offload_group_idx)]

@@ -1,0 +1,191 @@
+"""What a request costs in the scheduler: EVOKE's manager beside the stock LRU manager.
+
+Both managers run the same calls, in the order in which vLLM 0.24.0's scheduler makes them, turn by
+turn in one process, so that a noisy machine disturbs both alike: compare the ratios. The pool is
+first filled by a history rich in reuse (conversations that grow, share system prompts and are
+revisited), so that EVOKE's many small runs and rank classes are really there.
+
+A *miss* request names 64 blocks that are nowhere and evicts 64; a *hit* request restores 64.
+"""
+
+import gc
+import hashlib
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+
+import click
+from evoke_core import EvokeConfig
+from evoke_vllm.manager import EvokeOffloadingManager
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from vllm.v1.kv_offload.base import OffloadingManager, OffloadKey, ReqContext, make_offload_key
+from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+
+BLOCKS = 64
+"""Blocks of a measured request."""
+
+_SYSTEM_PROMPTS = 20
+_SHARED = 16
+_TURN = 8
+_TURNS = 12
+
+console = Console(soft_wrap=True)
+
+
+class Conversations:
+    """Hashes of the blocks of many growing conversations, made from a seed.
+
+    ``turn()`` picks an old conversation more often than it starts one, recent ones more often than
+    old ones, and returns the chain of its next turn.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._chains: list[list[bytes]] = []
+        self._made = 0
+
+    def turn(self) -> list[bytes]:
+        if self._chains and self._random.random() < 0.75:
+            back = min(len(self._chains), 1 + int(self._random.expovariate(1 / 200)))
+            chain = self._chains[-back]
+            if len(chain) < _SHARED + _TURN * _TURNS:
+                chain += self.fresh(_TURN)
+            return chain
+        system = self._random.randrange(_SYSTEM_PROMPTS)
+        shared = [_digest(f"system {system} {i}") for i in range(_SHARED)]
+        self._chains.append(shared + self.fresh(self._random.choice((8, 16, 32))))
+        return self._chains[-1]
+
+    def fresh(self, n: int) -> list[bytes]:
+        self._made += n
+        return [_digest(f"block {self._made - i}") for i in range(n)]
+
+    def recent(self) -> list[list[bytes]]:
+        return [chain for chain in self._chains[-2000:] if len(chain) >= BLOCKS]
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()
+
+
+class Driver:
+    """Makes the calls that vLLM 0.24.0's scheduler makes for one request after the other."""
+
+    def __init__(self, manager: OffloadingManager) -> None:
+        self.manager = manager
+        self._requests = 0
+
+    def run(self, hashes: list[bytes]) -> int:
+        """Serve one request to the end; return how many of its blocks were restored."""
+        manager = self.manager
+        self._requests += 1
+        context = ReqContext(req_id=str(self._requests))
+        # The engine makes its own key objects for each request.
+        keys = [make_offload_key(block_hash, 0) for block_hash in hashes]
+        manager.on_new_request(context)
+        restored = 0
+        for key in keys:
+            if not manager.lookup(key, context):
+                break
+            restored += 1
+        manager.touch(keys, context)
+        if restored:
+            manager.prepare_load(keys[:restored], context)
+        manager.on_schedule_end()
+        if restored:
+            manager.complete_load(set(keys[:restored]), context)
+        if restored < len(keys):
+            self._store(keys, restored, context)
+        manager.on_request_finished(context)
+        for _ in manager.take_events():
+            pass
+        return restored
+
+    def _store(self, keys: list[OffloadKey], restored: int, context: ReqContext) -> None:
+        output = self.manager.prepare_store(keys[restored:], context)
+        if output is not None and output.keys_to_store:
+            self.manager.touch(keys, context)
+            self.manager.complete_store(set(output.keys_to_store), context)
+
+
+def measure(blocks: int, requests: int, seed: int, policy: str) -> dict[str, dict[str, list[float]]]:
+    """Return seconds per request, by kind (miss, hit) and manager (lru, evoke)."""
+    drivers = {
+        "lru": Driver(CPUOffloadingManager(blocks)),
+        "evoke": Driver(EvokeOffloadingManager(blocks, config=EvokeConfig(policy=policy))),
+    }
+    conversations = Conversations(seed)
+    _fill(drivers, conversations, blocks)
+    gc.collect()
+    seconds: dict[str, dict[str, list[float]]] = {
+        kind: {name: [] for name in drivers} for kind in ("miss", "hit")
+    }
+    for number in range(requests):
+        names = list(drivers) if number % 2 else list(reversed(drivers))
+        miss = conversations.fresh(BLOCKS)
+        for name in names:
+            taken, restored = _timed(lambda name=name: drivers[name].run(miss))
+            assert restored == 0
+            seconds["miss"][name].append(taken)
+        for name in names:  # the request just stored is resident in both
+            taken, restored = _timed(lambda name=name: drivers[name].run(miss))
+            assert restored == BLOCKS
+            seconds["hit"][name].append(taken)
+        for name in names:  # keep the history rich
+            drivers[name].run(list(conversations.turn()))
+    return seconds
+
+
+def _fill(drivers: dict[str, Driver], conversations: Conversations, blocks: int) -> None:
+    evoke = drivers["evoke"].manager
+    assert isinstance(evoke, EvokeOffloadingManager)
+    for _ in track(_until_full(evoke, blocks), f"filling {blocks:,} blocks", console=console):
+        chain = list(conversations.turn())
+        for driver in drivers.values():
+            driver.run(chain)
+
+
+def _until_full(manager: EvokeOffloadingManager, blocks: int) -> Iterator[None]:
+    """Yield until a tenth of the pool has been evicted."""
+    while manager.ledger.stats.evicted < blocks // 10:
+        yield
+
+
+def _timed(call: Callable[[], int]) -> tuple[float, int]:
+    start = time.perf_counter()
+    result = call()
+    return time.perf_counter() - start, result
+
+
+@click.command("eviction-cost")
+@click.option("--blocks", multiple=True, type=click.IntRange(BLOCKS * 4), help="Pool sizes.")
+@click.option("--requests", default=1000, show_default=True, type=click.IntRange(10))
+@click.option("--policy", default=EvokeConfig().policy, show_default=True)
+@click.option("--seed", default=0, show_default=True)
+def main(blocks: tuple[int, ...], requests: int, policy: str, seed: int) -> None:
+    """Time 64-block miss and hit requests through the manager interface, beside stock LRU."""
+    table = Table(title=f"milliseconds per {BLOCKS}-block request, {requests} of each, one run")
+    for heading in ("resident blocks", "request", "manager", "mean", "median", "maximum"):
+        table.add_column(heading, justify="left" if heading in ("request", "manager") else "right")
+    table.add_column("median / LRU's", justify="right")
+    for size in blocks or (10_000, 1_000_000):
+        for kind, by_manager in measure(size, requests, seed, policy).items():
+            base = statistics.median(by_manager["lru"])
+            for name, values in by_manager.items():
+                median = statistics.median(values)
+                figures = (statistics.fmean(values), median, max(values))
+                table.add_row(
+                    f"{size:,}",
+                    kind,
+                    "stock LRU" if name == "lru" else f"EVOKE ({policy})",
+                    *(f"{1e3 * value:.3f}" for value in figures),
+                    f"{median / base:.2f}",
+                )
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()
