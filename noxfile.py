@@ -8,12 +8,15 @@ Sessions that need an engine share one environment of several gigabytes, describ
 bench/engines. It is built once, rebuilt when what describes it changes, and never used half-built.
 """
 
+import contextlib
+import functools
 import hashlib
 import json
 import os
 import platform
 import sys
 from pathlib import Path
+from typing import IO
 
 import nox
 from packaging.specifiers import SpecifierSet
@@ -31,7 +34,7 @@ ENGINE_PYTHON = nox.project.load_toml(f"bench/engines/{ENGINE}/metadata/pyprojec
     "requires-python"
 ]
 
-nox.needs_version = ">=2026.2.9"
+nox.needs_version = ">=2026.8.10"  # looks for interpreters by starting them
 nox.options.default_venv_backend = "uv"
 nox.options.download_python = "never"
 nox.options.error_on_missing_interpreters = False
@@ -39,7 +42,7 @@ nox.options.reuse_venv = "yes"
 nox.options.sessions = ["lint", "typing", "tests-core"]
 os.environ["UV_PYTHON_DOWNLOADS"] = "never"
 
-_held = {}  # lock files of the engine environments this process uses, kept open until it ends
+_lock_files = contextlib.ExitStack()  # kept open, and so held, until this process ends
 
 
 # --- helpers ---------------------------------------------------------------------------------
@@ -67,11 +70,9 @@ def engine_python(session: nox.Session) -> str:
 
     require_linux(session)
     folder = session.cache_dir.absolute() / "engines" / ENGINE
-    python, stamp = folder / "bin" / "python", folder / "complete"
+    stamp = folder / "complete"
     digest = engine_digest()
-
-    def complete() -> bool:
-        return stamp.is_file() and stamp.read_text() == digest
+    lock = lock_file(folder.with_name(f"{ENGINE}.lock"))
 
     def hold(mode: int) -> None:
         try:
@@ -80,10 +81,9 @@ def engine_python(session: nox.Session) -> str:
             session.log(f"Waiting for another nox that builds or uses the environment {ENGINE}")
             fcntl.flock(lock, mode)
 
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    if ENGINE not in _held:
-        _held[ENGINE] = open(folder.with_name(f"{ENGINE}.lock"), "w")
-    lock = _held[ENGINE]
+    def complete() -> bool:
+        return stamp.is_file() and stamp.read_text() == digest
+
     hold(fcntl.LOCK_SH)
     if not complete():
         hold(fcntl.LOCK_EX)
@@ -92,7 +92,14 @@ def engine_python(session: nox.Session) -> str:
             build_engine(session, folder)
             stamp.write_text(digest)
         hold(fcntl.LOCK_SH)
-    return str(python)
+    return str(folder / "bin" / "python")
+
+
+@functools.cache
+def lock_file(path: Path) -> IO[str]:
+    """The file at `path`, opened once: a process that locked it twice could wait for itself."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return _lock_files.enter_context(path.open("w"))
 
 
 def engine_digest() -> str:
@@ -127,7 +134,7 @@ def build_engine(session: nox.Session, folder: Path) -> None:
     uv(session, *install, "--no-deps", "--requirements", ENGINES / f"{MODEL}.txt")
 
 
-def uv(session: nox.Session, *args: str | Path) -> None:
+def uv(session: nox.Session, *args: object) -> None:
     """Run the uv that nox found: on PATH, or the one that came with nox[uv]."""
     if not nox.virtualenv.HAS_UV:
         session.error('uv is missing: python3 -m pip install "nox[uv]"')
