@@ -1,0 +1,58 @@
+"""`python -m bench`: one line for every error, no traceback, and no server left behind.
+
+A command's module is imported only when the command is called: they need different environments.
+"""
+
+import signal
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from types import FrameType
+
+import click
+
+_INTERRUPTED = 130
+_FORWARD = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+
+
+@click.group()
+def cli() -> None:
+    """Benchmarks and demonstrations of EVOKE."""
+
+
+def _add(name: str, module: str, summary: str) -> None:
+    @cli.command(name, short_help=summary, add_help_option=False, context_settings=_FORWARD)
+    @click.argument("args", nargs=-1, type=click.UNPROCESSED)
+    def forward(args: tuple[str, ...]) -> None:
+        command: click.Command = import_module(module).main
+        command.main(list(args), prog_name=f"python -m bench {name}", standalone_mode=False)
+
+
+_add("demo", "bench.demo.cli", "A real server keeps its hot contexts, or does not.")
+_add("eviction-cost", "bench.eviction_cost", "Time per request in the tier's manager.")
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code: 2 for what cannot be right, 130 when interrupted."""
+    signal.signal(signal.SIGTERM, _end)
+    try:
+        cli.main(args, prog_name="python -m bench", standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        return error.exit_code
+    except click.ClickException as error:
+        click.echo(f"Error: {error.format_message()}", err=True)
+        return error.exit_code
+    except click.Abort:
+        click.echo("Interrupted.", err=True)
+        return _INTERRUPTED
+    return 0
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    """Turn SIGTERM into an exception, so that servers are ended on the way out."""
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""The demo's table and closing line, computed from saved runs and nothing else.
+
+Pure functions: runs in, text out. Restore hit rate is tokens restored from the tier divided by
+prompt tokens that were not in the GPU pool (the question at a prompt's end counts as asked for,
+so 100% cannot be reached). Prefill tokens avoided were found in the GPU pool or restored.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from bench.demo.results import Row, Run
+
+WARM_LOOP = 3
+"""The first loop in which a context can have shown that it returns."""
+
+_NO_VALUE = "-"
+
+
+@dataclass(frozen=True)
+class Table:
+    """A header line and one line of cells per arm."""
+
+    headers: tuple[str, ...]
+    lines: tuple[tuple[str, ...], ...]
+
+    def markdown(self) -> str:
+        """Return the table in Markdown, numbers aligned right."""
+        rule = ("---", *["---:"] * (len(self.headers) - 1))
+        return "\n".join(f"| {' | '.join(cells)} |" for cells in (self.headers, rule, *self.lines))
+
+
+def restore_rate(rows: Iterable[Row]) -> float | None:
+    """Return restored tokens / tokens not in the GPU pool; None if no tier was ever asked."""
+    kept = list(rows)
+    if not any(row.queried for row in kept):
+        return None
+    return sum(r.restored for r in kept) / sum(r.asked - r.in_gpu for r in kept)
+
+
+def mean_ttft(rows: Iterable[Row]) -> float | None:
+    """Return the mean seconds to the first token, None without rows."""
+    times = [row.ttft_s for row in rows]
+    return fmean(times) if times else None
+
+
+def hot(run: Run, *, from_loop: int = 1) -> list[Row]:
+    """Return the hot requests' rows from a loop on."""
+    return [row for row in run.rows if row.kind == "hot" and row.loop >= from_loop]
+
+
+def last_loop(run: Run) -> int:
+    """Return the number of the run's last loop."""
+    return max(row.loop for row in run.rows)
+
+
+@dataclass(frozen=True)
+class _Column:
+    header: str
+    value: Callable[[Run], float | None]
+    show: Callable[[float], str]
+
+
+def _percent(value: float) -> str:
+    return f"{value:.0%}"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f} s"
+
+
+def _whole_seconds(value: float) -> str:
+    return f"{value:.0f} s"
+
+
+def _count(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+_ALL_RESTORES = _Column("restore hits, all", lambda run: restore_rate(run.rows), _percent)
+_HOT = (
+    _Column("restore hits, hot", lambda run: restore_rate(hot(run)), _percent),
+    _Column(
+        f"hot from loop {WARM_LOOP}",
+        lambda run: restore_rate(hot(run, from_loop=WARM_LOOP)),
+        _percent,
+    ),
+    _Column("hot TTFT", lambda run: mean_ttft(hot(run)), _seconds),
+    _Column(
+        "hot TTFT, last loop",
+        lambda run: mean_ttft(hot(run, from_loop=last_loop(run))),
+        _seconds,
+    ),
+)
+_MEAN_TTFT = _Column("mean TTFT", lambda run: mean_ttft(run.rows), _seconds)
+_REST = (
+    _Column("p50 TTFT", lambda run: median(row.ttft_s for row in run.rows), _seconds),
+    _Column(
+        "prefill avoided",
+        lambda run: sum(row.in_gpu + row.restored for row in run.rows),
+        lambda value: f"{_count(value)} tokens",
+    ),
+    _Column("wall time", lambda run: run.wall_s, _whole_seconds),
+)
+
+
+def make_table(runs: Sequence[Run], titles: dict[str, str]) -> Table:
+    """Return one line per arm, in the order of `titles`: means over seeds, with their range.
+
+    Columns about hot contexts appear only if the workload tells hot from cold.
+    """
+    about_hot = any(row.kind == "hot" for run in runs for row in run.rows)
+    columns = (_ALL_RESTORES, *(_HOT if about_hot else (_MEAN_TTFT,)), *_REST)
+    lines = []
+    for arm, title in titles.items():
+        if arm_runs := [run for run in runs if run.arm == arm]:
+            lines.append((title, *(_cell(column, arm_runs) for column in columns)))
+    return Table(("arm", *(column.header for column in columns)), tuple(lines))
+
+
+def answers_line(runs: Sequence[Run], reference: str = "reference") -> str:
+    """Say whether every answer equals the reference arm's for the same seed, token for token."""
+    truth = {run.seed: run for run in runs if run.arm == reference}
+    compared = 0
+    different = []
+    for run in runs:
+        if run.arm == reference or run.seed not in truth:
+            continue
+        pairs = zip(run.rows, truth[run.seed].rows, strict=True)
+        for number, (row, true_row) in enumerate(pairs, 1):
+            compared += 1
+            if row.token_ids != true_row.token_ids:
+                different.append(f"{run.arm} seed {run.seed} request {number} ({row.context})")
+    if not compared:
+        return "Answers: not compared (that takes the reference arm and another one)."
+    if not different:
+        return f"Answers: all {compared} equal the reference's, token for token."
+    which = ", ".join(different)
+    return f"Answers: {len(different)} of {compared} DIFFER from the reference's: {which}"
+
+
+def _cell(column: _Column, runs: Sequence[Run]) -> str:
+    values = [value for run in runs if (value := column.value(run)) is not None]
+    if not values:
+        return _NO_VALUE
+    mean = column.show(fmean(values))
+    if len(values) == 1:
+        return mean
+    return f"{mean} ({column.show(min(values))} to {column.show(max(values))})"

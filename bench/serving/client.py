@@ -1,0 +1,181 @@
+"""A client for one server: streamed completions, and what the caches did for each of them.
+
+Requests must be sent one at a time: what a request found in the GPU pool and in the tier is read
+as the difference of the server's counters before and after it. `Client.complete` checks that the
+counters account for exactly this request's prompt, so a difference never mixes two requests.
+"""
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from bench.errors import BenchError
+from bench.serving.server import SERVED_NAME, Server
+
+_SETTLE_S = 5.0
+_IDLE_S = 0.3
+_RESET_TRIES = 10
+_COUNTERS = {
+    "vllm:prefix_cache_queries_total": "asked",
+    "vllm:prefix_cache_hits_total": "in_gpu",
+    "vllm:external_prefix_cache_queries_total": "queried",
+    "vllm:external_prefix_cache_hits_total": "restored",
+}
+
+
+@dataclass(frozen=True)
+class CacheCounters:
+    """Tokens: asked for, found in the GPU pool, looked up in the tier, restored from it."""
+
+    asked: int = 0
+    in_gpu: int = 0
+    queried: int = 0
+    restored: int = 0
+
+    def since(self, earlier: "CacheCounters") -> "CacheCounters":
+        """Return what was counted after `earlier`."""
+        return CacheCounters(
+            self.asked - earlier.asked,
+            self.in_gpu - earlier.in_gpu,
+            self.queried - earlier.queried,
+            self.restored - earlier.restored,
+        )
+
+
+@dataclass(frozen=True)
+class Completion:
+    """An answer: its token ids, seconds to the first token and to the last, cache counts."""
+
+    token_ids: tuple[int, ...]
+    ttft_s: float
+    latency_s: float
+    cache: CacheCounters
+
+
+class Client:
+    """Sends requests to `server`, one at a time; a context manager that closes connections."""
+
+    def __init__(self, server: Server, *, timeout_s: float = 300.0) -> None:
+        self._server = server
+        self._http = httpx.Client(base_url=server.url, timeout=timeout_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._http.close()
+
+    def complete(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        kv_transfer_params: Mapping[str, Any] | None = None,
+    ) -> Completion:
+        """Answer a prompt of token ids with exactly `max_tokens` greedy tokens.
+
+        Raises BenchError, naming the server's state, when the answer breaks off.
+        """
+        before = self.counters()
+        body: dict[str, Any] = {
+            "model": SERVED_NAME,
+            "prompt": list(prompt),
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "return_token_ids": True,
+        }
+        if kv_transfer_params is not None:
+            body["kv_transfer_params"] = kv_transfer_params
+        started = time.perf_counter()
+        ttft_s = 0.0
+        token_ids: list[int] = []
+        for new in self._stream(body):
+            if not token_ids:
+                ttft_s = time.perf_counter() - started
+            token_ids += new
+        latency_s = time.perf_counter() - started
+        if len(token_ids) != max_tokens:
+            raise self._server.failure(f"{len(token_ids)} of {max_tokens} answer tokens came")
+        return Completion(tuple(token_ids), ttft_s, latency_s, self._settled(before, len(prompt)))
+
+    def counters(self) -> CacheCounters:
+        """Return the server's cache counters since it started."""
+        counts = dict.fromkeys(_COUNTERS.values(), 0)
+        for family in text_string_to_metric_families(self._request("GET", "/metrics").text):
+            for sample in family.samples:
+                if sample.name in _COUNTERS:
+                    counts[_COUNTERS[sample.name]] += int(sample.value)
+        return CacheCounters(**counts)
+
+    def reset_caches(self, probe: Sequence[int]) -> None:
+        """Empty the GPU pool and the tier of an idle server, and verify it.
+
+        `probe` is a prompt of more than one block. It is sent twice so that it is cached, then
+        after the reset it must hit nothing; a last reset removes it again. Raises BenchError
+        when the caches cannot be emptied.
+        """
+        self.complete(probe, 1)
+        if self.complete(probe, 1).cache.in_gpu == 0:
+            raise self._server.failure("a repeated prompt was not found in the GPU pool")
+        for _ in range(_RESET_TRIES):
+            self._reset()
+            cache = self.complete(probe, 1).cache
+            if cache.in_gpu == cache.restored == 0:
+                self._reset()
+                return
+        raise self._server.failure("the caches could not be reset")
+
+    def _reset(self) -> None:
+        time.sleep(_IDLE_S)  # blocks of a running transfer cannot be freed
+        self._request("POST", "/reset_prefix_cache?reset_external=true")
+
+    def _settled(self, before: CacheCounters, prompt_tokens: int) -> CacheCounters:
+        """Wait until the counters hold the request just answered; normally they do at once."""
+        limit = time.monotonic() + _SETTLE_S
+        while True:
+            delta = self.counters().since(before)
+            if delta.asked == prompt_tokens:
+                return delta
+            if time.monotonic() > limit:
+                raise BenchError(
+                    f"the server counted {delta.asked} prompt tokens for a prompt of "
+                    f"{prompt_tokens}: is somebody else using it?"
+                )
+            time.sleep(0.05)
+
+    def _request(self, method: str, path: str) -> httpx.Response:
+        try:
+            return self._http.request(method, path).raise_for_status()
+        except httpx.HTTPError as error:
+            raise self._server.failure(f"{method} {path} failed ({error})") from None
+
+    def _stream(self, body: dict[str, Any]) -> Iterator[list[int]]:
+        """Yield the token ids of each streamed item that has any."""
+        try:
+            with self._http.stream("POST", "/v1/completions", json=body) as response:
+                if response.is_error:
+                    text = response.read().decode(errors="replace")
+                    raise self._server.failure(f"the server refused a request ({text})")
+                for line in response.iter_lines():
+                    data = line.removeprefix("data: ")
+                    if not data or data == "[DONE]":
+                        continue
+                    item = json.loads(data)
+                    if not item.get("choices"):  # a crashed engine's last word on a 200 stream
+                        raise self._server.failure(f"the answer broke off ({data})")
+                    if new := item["choices"][0].get("token_ids"):
+                        yield new
+        except httpx.HTTPError as error:
+            raise self._server.failure(f"the answer broke off ({error})") from None
