@@ -6,7 +6,6 @@ until it reaches the front, which keeps the queue a plain deque of keys.
 """
 
 from collections import deque
-from collections.abc import Iterable
 
 # An entry packs the serial number of its place in the queue above the count.
 _COUNT_BITS = 6
@@ -24,23 +23,23 @@ class GhostMemory:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def remember(self, keys: Iterable[bytes], count: int, limit: int) -> None:
+    def remember(self, keys: list[bytes], count: int, limit: int) -> None:
         """Add evicted blocks, all with the same ``count`` (below 64), then forget beyond ``limit``.
 
         Precondition: none of the keys is in the memory.
         """
         entries, queue = self._entries, self._queue
-        place = self._front + len(queue)
-        for key in keys:
-            entries[key] = place << _COUNT_BITS | count
-            queue.append(key)
-            place += 1
-        while len(queue) > limit:
+        first = self._front + len(queue) << _COUNT_BITS | count
+        step = 1 << _COUNT_BITS
+        entries.update(zip(keys, range(first, first + step * len(keys), step), strict=True))
+        queue.extend(keys)
+        end = self._front + max(0, len(queue) - limit)
+        for place in range(self._front, end):
             key = queue.popleft()
-            entry = entries.get(key)
-            if entry is not None and entry >> _COUNT_BITS == self._front:
-                del entries[key]
-            self._front += 1
+            entry = entries.pop(key, None)
+            if entry is not None and entry >> _COUNT_BITS != place:
+                entries[key] = entry  # it came back and left again since: a later place is its own
+        self._front = end
 
     def recall(self, keys: list[bytes]) -> list[int]:
         """Take blocks out of the memory; return their counts, 0 for one that is not remembered."""
