@@ -1,0 +1,97 @@
+"""A stand-in for an inference server, for tests: answers, counters, caches and a crash.
+
+Every prompt is one block-free unit: it is in the GPU pool if it was the last one asked, in the
+tier if it was asked before. A prompt that starts with 13 crashes the "engine" mid-stream.
+"""
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+class FakeEngine:
+    """What the handler serves: counters in tokens, and the prompts it remembers."""
+
+    def __init__(self, *, resets: bool = True) -> None:
+        self.resets = resets
+        self.bodies: list[dict[str, Any]] = []
+        self.last: list[int] = []
+        self.tier: list[list[int]] = []
+        self.counts = {"prefix": [0, 0], "external_prefix": [0, 0]}
+
+    def ask(self, prompt: list[int]) -> None:
+        size = len(prompt)
+        hit = prompt == self.last
+        self._count("prefix", size, size if hit else 0)
+        if not hit:
+            self._count("external_prefix", size, size if prompt in self.tier else 0)
+        self.last = prompt
+        self.tier.append(prompt)
+
+    def reset(self) -> None:
+        if self.resets:
+            self.last, self.tier = [], []
+
+    def metrics(self) -> str:
+        lines = []
+        for name, values in self.counts.items():
+            for kind, value in zip(("queries", "hits"), values, strict=True):
+                family = f"vllm:{name}_cache_{kind}"
+                lines += [f"# TYPE {family} counter", f'{family}_total{{engine="0"}} {value}.0']
+        return "\n".join(lines) + "\n"
+
+    def _count(self, name: str, queries: int, hits: int) -> None:
+        self.counts[name][0] += queries
+        self.counts[name][1] += hits
+
+
+@contextmanager
+def serving(engine: FakeEngine) -> Iterator[str]:
+    """Serve `engine` on a free port; yields its address."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._answer(engine.metrics() if self.path == "/metrics" else "")
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            if self.path.startswith("/reset_prefix_cache"):
+                engine.reset()
+                self._answer("")
+            else:
+                self._complete(json.loads(body))
+
+        def _complete(self, body: dict[str, Any]) -> None:
+            engine.bodies.append(body)
+            engine.ask(body["prompt"])
+            items: list[dict[str, Any]] = [
+                {"choices": [{"text": "", "token_ids": [100 + n]}]}
+                for n in range(body["max_tokens"])
+            ]
+            if body["prompt"][0] == 13:
+                items[1:] = [{"error": {"message": "engine died"}}]
+            lines = [f"data: {json.dumps(item)}\n\n" for item in items]
+            self._answer("".join(lines) + "data: [DONE]\n\n")
+
+        def _answer(self, text: str) -> None:
+            content = text.encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
