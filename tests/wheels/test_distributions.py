@@ -45,7 +45,8 @@ def test_core_imports_no_framework() -> None:
         "import sys, evoke_core; print(*{'torch', 'transformers', 'vllm'} & sys.modules.keys())"
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert (run.returncode, run.stdout.strip(), run.stderr) == (0, "", "")
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == ""
 
 
 def test_all_packages_carry_one_version() -> None:
