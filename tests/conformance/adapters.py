@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One face for everything the conformance suite runs on.
+
+A `Tier` is what an engine sees of a CPU tier: requests open and close, keys are looked up and
+touched, blocks are stored, loaded and finished. `IndexTier`, `LedgerTier` and `VllmTier` put that
+face on the three public layers and declare what each can do; the first two also take the
+references of `reference.py`, which have the same methods. Nothing here decides anything: a
+translation that repaired an implementation's mistake would hide it.
+
+Keys are `path + group` (see `key_of`), so that a test can read a key and know its parent.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from evoke_core import RequestTags
+
+from tests.conformance.reference import View
+
+BLOCK_STATES = ("ABSENT", "PENDING", "READY")
+
+
+def key_of(path: str, group: int = 0) -> bytes:
+    """The key of the last block of `path`; one character is one block of content."""
+    return path.encode() + group.to_bytes(4, "big")
+
+
+def keys_of(path: str, group: int = 0) -> list[bytes]:
+    """The chain of `path`, head first."""
+    return [key_of(path[: end + 1], group) for end in range(len(path))]
+
+
+def group_of(key: bytes) -> int:
+    return int.from_bytes(key[-4:], "big")
+
+
+def parent_of(key: bytes) -> bytes | None:
+    """The parent by content; None for a chain's head."""
+    return key[:-5] + key[-4:] if len(key) > 5 else None
+
+
+class Offer(NamedTuple):
+    """A contiguous piece of one group's chain, offered for storing."""
+
+    group: int
+    start: int
+    keys: list[bytes]
+
+
+@dataclass
+class Stored:
+    """What an offer led to: the accepted keys, their slots and tickets, and who had to go."""
+
+    keys: list[bytes] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    evicted: list[bytes] = field(default_factory=list)
+    tickets: dict[bytes, Any] = field(default_factory=dict)
+
+
+class Tier(Protocol):
+    """What the suite drives. `index` is only looked at, never changed through this protocol."""
+
+    admits: bool  # may refuse a block
+    holds: bool  # protects blocks that are being read
+    owns_slots: bool  # hands out slots and matches completions to reservations
+    tickets: bool  # a completion can name its reservation
+    positions: bool  # is told where in its chain a key stands
+    opens_strangers: bool  # takes a request that was never opened for a new one
+
+    index: Any
+
+    def open(self, request_id: str, raw_tags: object) -> None: ...
+    def close(self, request_id: str) -> None: ...
+    def lookup(self, request_id: str, key: bytes) -> str: ...
+    def touch(self, request_id: str, keys: Sequence[bytes], group: int, start: int) -> None: ...
+    def store(self, request_id: str, offers: Sequence[Offer]) -> Stored: ...
+    def finish(
+        self, request_id: str, keys: Iterable[bytes], tickets: dict[bytes, Any] | None, ok: bool
+    ) -> None: ...
+    def acquire(self, request_id: str, keys: Sequence[bytes]) -> list[int] | None: ...
+    def release(self, request_id: str, keys: Iterable[bytes]) -> None: ...
+    def reset(self) -> None: ...
+    def events(self) -> list[tuple[str, list[bytes]]]: ...
+    def counts(self) -> dict[str, int]: ...
+
+
+class IndexTier:
+    """An engine that owns its slots and asks an index only whom to evict.
+
+    It stores what fits, from the head, and has no rule about parents: whatever hangs in the air
+    afterwards is this engine's doing, and it says so in `orphaned`.
+    """
+
+    holds = positions = True
+    admits = owns_slots = tickets = opens_strangers = False
+
+    def __init__(self, index: Any, capacity: int, *, plans_first: bool = False) -> None:
+        self.index = index
+        self.capacity = capacity
+        self._plans_first = plans_first  # asks for candidates and drops them itself
+        self._free = list(range(capacity))
+        self._slots: dict[bytes, int] = {}
+        self._pending: set[bytes] = set()
+
+    def open(self, request_id: str, raw_tags: object) -> None:
+        self.index.open(request_id, RequestTags.parse(raw_tags)[0], 0.0)
+
+    def close(self, request_id: str) -> None:
+        self.index.close(request_id)
+
+    def lookup(self, request_id: str, key: bytes) -> str:
+        if key not in self.index:
+            return "ABSENT"
+        return "PENDING" if key in self._pending else "READY"
+
+    def touch(self, request_id: str, keys: Sequence[bytes], group: int, start: int) -> None:
+        self.index.touch(request_id, keys, group=group, start=start)
+
+    def store(self, request_id: str, offers: Sequence[Offer]) -> Stored:
+        stored = Stored()
+        for group, start, keys in offers:
+            self.index.touch(request_id, keys, group=group, start=start)
+            missing = sum(key not in self.index for key in keys) - len(self._free)
+            for victim in self._evict(missing, request_id):
+                self._free.append(self._slots.pop(victim))
+                stored.evicted.append(victim)
+            fits = [key for key in keys if key not in self.index][: len(self._free)]
+            if not fits:
+                continue
+            upto = keys[: keys.index(fits[-1]) + 1]
+            assert self.index.insert(request_id, upto, group=group, start=start) == fits
+            for key in fits:
+                self.index.hold(key)
+                self._pending.add(key)
+                self._slots[key] = self._free.pop()
+                stored.keys.append(key)
+                stored.slots.append(self._slots[key])
+        return stored
+
+    def _evict(self, n: int, request_id: str) -> list[bytes]:
+        if not self._plans_first:
+            batches = self.index.evict(n, protect=request_id)
+            return [key for batch in batches for key in batch.keys]
+        victims = self.index.candidates(n, protect=request_id)
+        for victim in victims:
+            assert self.index.drop(victim, "capacity")
+        return victims
+
+    def finish(
+        self, request_id: str, keys: Iterable[bytes], tickets: dict[bytes, Any] | None, ok: bool
+    ) -> None:
+        for key in keys:
+            self._pending.remove(key)
+            self.index.unhold(key)
+            if not ok:
+                self.drop(key)
+
+    def drop(self, key: bytes) -> None:
+        """The engine takes a block away for its own reasons."""
+        assert self.index.drop(key, "engine")
+        self._free.append(self._slots.pop(key))
+
+    def acquire(self, request_id: str, keys: Sequence[bytes]) -> list[int] | None:
+        if any(self.lookup(request_id, key) != "READY" for key in keys):
+            return None
+        for key in keys:
+            self.index.hold(key)
+        return [self._slots[key] for key in keys]
+
+    def release(self, request_id: str, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            self.index.unhold(key)
+
+    def reset(self) -> None:
+        self.index.clear()
+        self._slots.clear()
+        self._pending.clear()
+        self._free = list(range(self.capacity))
+
+    def events(self) -> list[tuple[str, list[bytes]]]:
+        return []
+
+    def counts(self) -> dict[str, int]:
+        return {"resident": len(self.index), "free": len(self._free)}
+
+
+class LedgerTier:
+    """A `BlockLedger` (or its reference), called directly."""
+
+    admits = holds = owns_slots = tickets = positions = True
+    opens_strangers = False
+
+    def __init__(self, ledger: Any) -> None:
+        self.ledger = ledger
+        self.index = ledger.index
+
+    def open(self, request_id: str, raw_tags: object) -> None:
+        self.ledger.open(request_id, RequestTags.parse(raw_tags)[0], 0.0)
+
+    def close(self, request_id: str) -> None:
+        self.ledger.close(request_id)
+
+    def lookup(self, request_id: str, key: bytes) -> str:
+        state = self.ledger.lookup(request_id, key)
+        return getattr(state, "name", state)
+
+    def touch(self, request_id: str, keys: Sequence[bytes], group: int, start: int) -> None:
+        self.ledger.touch(request_id, keys, group=group, start=start)
+
+    def store(self, request_id: str, offers: Sequence[Offer]) -> Stored:
+        stored = Stored()
+        for group, start, keys in offers:
+            got = self.ledger.reserve(request_id, keys, group=group, start=start)
+            stored.keys += got.keys
+            stored.slots += got.slots
+            stored.evicted += got.evicted
+            stored.tickets |= dict.fromkeys(got.keys, got.ticket)
+        return stored
+
+    def finish(
+        self, request_id: str, keys: Iterable[bytes], tickets: dict[bytes, Any] | None, ok: bool
+    ) -> None:
+        end = self.ledger.commit if ok else self.ledger.abort
+        for key in keys:
+            end(request_id, [key], ticket=tickets[key] if tickets else None)
+
+    def acquire(self, request_id: str, keys: Sequence[bytes]) -> list[int] | None:
+        return self.ledger.acquire(request_id, keys)
+
+    def release(self, request_id: str, keys: Iterable[bytes]) -> None:
+        self.ledger.release(request_id, keys)
+
+    def reset(self) -> None:
+        self.ledger.reset()
+
+    def events(self) -> list[tuple[str, list[bytes]]]:
+        return [(d.kind, list(d.keys)) for d in self.ledger.drain_decisions()]
+
+    def counts(self) -> dict[str, int]:
+        stats = self.ledger.stats
+        names = ("capacity", "resident", "pending", "held", "free", "ghosts", "open_requests")
+        return {name: getattr(stats, name) for name in names}
+
+
+class VllmTier:
+    """`EvokeOffloadingManager`, called the way vLLM 0.24.0's offloading scheduler calls it.
+
+    Completions arrive as sets, positions are never told, and several groups share one offer.
+    """
+
+    admits = holds = owns_slots = opens_strangers = True
+    tickets = positions = False
+
+    def __init__(self, manager: Any) -> None:
+        from vllm.v1.kv_offload.base import ReqContext
+
+        self.manager = manager
+        self._new_context = ReqContext
+        self.ledger = manager.ledger
+        self.index = self.ledger.index
+        self._contexts: dict[str, Any] = {}
+
+    def _context(self, request_id: str) -> Any:
+        return self._contexts.get(request_id) or self._new_context(request_id)
+
+    def open(self, request_id: str, raw_tags: object) -> None:
+        context = self._new_context(request_id, {"evoke": raw_tags})
+        self._contexts[request_id] = context
+        self.manager.on_new_request(context)
+
+    def close(self, request_id: str) -> None:
+        self.manager.on_request_finished(self._context(request_id))
+
+    def lookup(self, request_id: str, key: bytes) -> str:
+        found = self.manager.lookup(key, self._context(request_id))
+        return {None: "PENDING", True: "READY", False: "ABSENT"}[found]
+
+    def touch(self, request_id: str, keys: Sequence[bytes], group: int, start: int) -> None:
+        self.manager.touch(keys, self._context(request_id))
+
+    def store(self, request_id: str, offers: Sequence[Offer]) -> Stored:
+        keys = [key for offer in offers for key in offer.keys]
+        if not keys:  # the scheduler does not offer nothing
+            return Stored()
+        got = self.manager.prepare_store(keys, self._context(request_id))
+        assert got is not None, "None makes the scheduler offer the same blocks at every step"
+        slots = [int(slot) for slot in got.store_spec.block_ids]
+        return Stored(list(got.keys_to_store), slots, list(got.evicted_keys))
+
+    def finish(
+        self, request_id: str, keys: Iterable[bytes], tickets: dict[bytes, Any] | None, ok: bool
+    ) -> None:
+        self.manager.complete_store(set(keys), self._context(request_id), success=ok)
+
+    def acquire(self, request_id: str, keys: Sequence[bytes]) -> list[int] | None:
+        spec = self.manager.prepare_load(list(keys), self._context(request_id))
+        return [int(slot) for slot in spec.block_ids]
+
+    def release(self, request_id: str, keys: Iterable[bytes]) -> None:
+        self.manager.complete_load(set(keys), self._context(request_id))
+
+    def reset(self) -> None:
+        self.manager.reset_cache()
+
+    def events(self) -> list[tuple[str, list[bytes]]]:
+        return [
+            ("evicted" if event.removed else "stored", list(event.keys))
+            for event in self.manager.take_events()
+        ]
+
+    def counts(self) -> dict[str, int]:
+        return LedgerTier.counts(self)  # type: ignore[arg-type]
+
+
+def snapshot(tier: Tier, keys: Iterable[bytes]) -> dict[bytes, View]:
+    """Everything that can be seen of the resident blocks among `keys`."""
+    seen = {}
+    for key in keys:
+        view = tier.index.describe(key)
+        if view is not None:
+            seen[key] = View(**{name: getattr(view, name) for name in View._fields})
+    return seen
+

@@ -1,0 +1,552 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A second, deliberately naive implementation of EVOKE's retention rules.
+
+The package under test keeps runs, heaps and counters so that its cost does not grow with the
+pool. This file keeps one plain record per block and, whenever a victim is wanted, looks at every
+block. It is meant to be checked by reading, so it prefers the wording of the rules to speed:
+
+* `ReferenceIndex`: chains, claims, reuse, ghosts, half-life, and the order of eviction.
+* `ReferenceLedger`: slots, transfers, holds and admission on top of it.
+
+Both have the public methods of `evoke_core.RetentionIndex` and `evoke_core.BlockLedger`, so a
+test can drive an implementation and its reference with the same calls. The reference never
+imports the package under test.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+REUSE_CAP = 53  # 1 - 2**-53 is the last value below one
+HALF_LIFE_START, HALF_LIFE_MIN, HALF_LIFE_MAX = 64, 16, 65_536
+SIGNAL_STEPS = 64
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The knobs of the score, in the units of the configuration."""
+
+    policy: str = "scored"
+    w_recency: float = 0.5
+    w_reuse: float = 0.5
+    w_attention: float = 0.0
+    w_coherence: float = 0.0
+    half_life: float | None = None  # None: follow the pool's turnover
+    floors: tuple[tuple[str, float], ...] = (("system", 0.6), ("user", 0.6), ("assistant", 0.5))
+    ghost_factor: int = 4
+    window_groups: frozenset[int] = frozenset()
+
+    def floor_of(self, role: str | None) -> float:
+        return dict(self.floors).get(role, 0.0)
+
+
+class Tags(Protocol):
+    """What the reference needs to know of a request's tags, already clamped and quantised."""
+
+    source_type: str | None
+    priority: float
+
+
+@dataclass
+class Claim:
+    """A value that a request lent to a block, and when that request was opened."""
+
+    value: float
+    tick: int
+
+
+@dataclass
+class Block:
+    key: bytes
+    group: int
+    position: int
+    parent: bytes | None
+    serial: int  # order of insertion
+    last: int
+    reuse: int
+    floor: Claim
+    priority: Claim
+    role: str | None
+    attention: float = 0.0
+    coherence: float = 0.0
+    holds: int = 0
+
+
+class View(NamedTuple):
+    """All that can be seen of a resident block."""
+
+    key: bytes
+    group: int
+    position: int
+    last: int
+    reuse: int
+    floor: float
+    priority: float
+    attention: float
+    coherence: float
+    role: str | None
+    held: int
+    leaf: bool
+
+
+@dataclass
+class Ghost:
+    reuse: int
+    serial: int  # which entry of the FIFO speaks for it
+
+
+class Batch(NamedTuple):
+    """Blocks evicted together; here always one."""
+
+    keys: list[bytes]
+
+
+@dataclass
+class Request:
+    """An open request, and per group what it named and what it has been counted for."""
+
+    tick: int
+    role: str | None
+    priority: float
+    chains: dict[int, list[bytes]] = field(default_factory=dict)  # head first, without gaps
+    named: set[tuple[int, bytes]] = field(default_factory=set)
+    counted: set[bytes] = field(default_factory=set)
+
+
+class ReferenceIndex:
+    """What is resident, how it ranks, what is remembered. No slots, no capacity."""
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self.clock = 0
+        self.half_life = HALF_LIFE_START if rules.half_life is None else rules.half_life
+        self.blocks: dict[bytes, Block] = {}
+        self.requests: dict[str, Request] = {}
+        self.ghosts: dict[bytes, Ghost] = {}
+        self._ghost_fifo: deque[tuple[bytes, int]] = deque()
+        self._most_resident = 0
+        self._serial = 0
+        self._mark = 0
+        self._inserted_since_mark = 0
+
+    # --- requests -----------------------------------------------------------------------------
+
+    def open(self, request_id: str, tags: Tags, now: float = 0.0) -> None:
+        self.clock += 1
+        self.requests[request_id] = Request(self.clock, tags.source_type, tags.priority)
+
+    def close(self, request_id: str) -> None:
+        self.requests.pop(request_id, None)
+
+    def _is_open(self, tick: int) -> bool:
+        return any(request.tick == tick for request in self.requests.values())
+
+    # --- touches and insertions ---------------------------------------------------------------
+
+    def touch(
+        self, request_id: str, keys: Sequence[bytes], *, group: int = 0, start: int = 0
+    ) -> list[bytes]:
+        """Count the request for all blocks of its chain, as far as `keys` goes, up to a gap.
+
+        Returns the keys that it had not named before.
+        """
+        request = self.requests.get(request_id)
+        if request is None:
+            return []
+        windowed = group in self.rules.window_groups
+        if windowed:
+            walk = list(keys)
+        else:
+            chain = request.chains.setdefault(group, [])
+            if start > len(chain):
+                keys = []  # nothing says what lies before them
+            chain[start : start + len(keys)] = keys
+            walk = chain[: start + len(keys)]
+        fresh = [key for key in keys if (group, key) not in request.named]
+        request.named |= {(group, key) for key in keys}
+        for key in walk:
+            block = self.blocks.get(key)
+            if block is not None and key not in request.counted:
+                self._count(request, block)
+            elif block is None and not windowed:
+                break  # what lies behind a gap cannot be restored
+        return fresh
+
+    def _count(self, request: Request, block: Block) -> None:
+        request.counted.add(block.key)
+        block.reuse = min(REUSE_CAP, block.reuse + 1)
+        block.last = max(block.last, request.tick)
+        floor = self.rules.floor_of(request.role)
+        if self._takes_over(block.floor, floor):
+            block.floor, block.role = Claim(floor, request.tick), request.role
+        if self._takes_over(block.priority, request.priority):
+            block.priority = Claim(request.priority, request.tick)
+
+    def _takes_over(self, claim: Claim, value: float) -> bool:
+        """The highest living claim stands; a claim dies a half-life after its request closed."""
+        if value >= claim.value:
+            return True
+        return not self._is_open(claim.tick) and self.clock - claim.tick > self.half_life
+
+    def insert(
+        self, request_id: str, keys: Sequence[bytes], *, group: int = 0, start: int = 0
+    ) -> list[bytes]:
+        self.touch(request_id, keys, group=group, start=start)
+        request = self.requests.get(request_id)
+        if request is None:
+            return []
+        inserted = []
+        parent = self.parent_in_chain(request, group, start)
+        for position, key in enumerate(keys, start):
+            if key not in self.blocks:
+                self._add(request, key, group, position, parent)
+                inserted.append(key)
+            parent = None if group in self.rules.window_groups else key
+        self.touch(request_id, keys, group=group, start=start)  # a gap may be filled now
+        return inserted
+
+    def _add(
+        self, request: Request, key: bytes, group: int, position: int, parent: bytes | None
+    ) -> None:
+        ghost = self.ghosts.pop(key, None)  # its place in the FIFO stays taken
+        self._serial += 1
+        self.blocks[key] = Block(
+            key=key,
+            group=group,
+            position=position,
+            parent=parent,
+            serial=self._serial,
+            last=request.tick,
+            reuse=min(REUSE_CAP, (0 if ghost is None else ghost.reuse) + 1),
+            floor=Claim(self.rules.floor_of(request.role), request.tick),
+            priority=Claim(request.priority, request.tick),
+            role=request.role,
+        )
+        request.counted.add(key)
+        self._inserted_since_mark += 1
+        self._most_resident = max(self._most_resident, len(self.blocks))
+
+    def parent_in_chain(self, request: Request, group: int, position: int) -> bytes | None:
+        chain = request.chains.get(group, [])
+        if group in self.rules.window_groups or not 0 < position <= len(chain):
+            return None
+        return chain[position - 1]
+
+    # --- leaving ------------------------------------------------------------------------------
+
+    def drop(self, key: bytes, reason: str = "engine") -> bool:
+        block = self.blocks.get(key)
+        if block is None:
+            return False
+        if reason == "capacity":
+            self._measure_turnover()
+            self._remember(block)
+        del self.blocks[key]
+        return True
+
+    def evict(self, n: int, *, protect: str | None = None) -> list[Batch]:
+        """Measure the turnover once, then drop the candidates and remember them."""
+        if n <= 0:
+            return []
+        self._measure_turnover()
+        victims = self.candidates(n, protect=protect)
+        for key in victims:
+            self._remember(self.blocks.pop(key))
+        return [Batch([key]) for key in victims]
+
+    def _measure_turnover(self) -> None:
+        if self._inserted_since_mark < len(self.blocks):
+            return
+        if self.rules.half_life is None:
+            elapsed = self.clock - self._mark
+            self.half_life = min(HALF_LIFE_MAX, max(HALF_LIFE_MIN, elapsed))
+        self._mark, self._inserted_since_mark = self.clock, 0
+
+    def _remember(self, block: Block) -> None:
+        self._serial += 1
+        self.ghosts[block.key] = Ghost(block.reuse, self._serial)
+        self._ghost_fifo.append((block.key, self._serial))
+        while len(self._ghost_fifo) > self.rules.ghost_factor * self._most_resident:
+            key, serial = self._ghost_fifo.popleft()
+            if key in self.ghosts and self.ghosts[key].serial == serial:
+                del self.ghosts[key]
+
+    def clear(self) -> None:
+        self.blocks.clear()
+        self.ghosts.clear()
+        self._ghost_fifo.clear()
+        self._mark, self._inserted_since_mark = self.clock, 0
+        for request in self.requests.values():
+            request.counted.clear()
+
+    def hold(self, key: bytes) -> None:
+        if key in self.blocks:
+            self.blocks[key].holds += 1
+
+    def unhold(self, key: bytes) -> None:
+        if key in self.blocks and self.blocks[key].holds:
+            self.blocks[key].holds -= 1
+
+    def signal(
+        self, key: bytes, attention: float | None = None, coherence: float | None = None
+    ) -> bool:
+        block = self.blocks.get(key)
+        if block is None:
+            return False
+        if attention is not None:
+            block.attention = _quantise_signal(attention)
+        if coherence is not None:
+            block.coherence = _quantise_signal(coherence)
+        return True
+
+    # --- order --------------------------------------------------------------------------------
+
+    def score(self, block: Block) -> float:
+        rules = self.rules
+        if rules.policy == "lru":
+            return float(block.last)
+        recency = 2.0 ** (-(self.clock - block.last) / self.half_life)
+        reuse = 1.0 - 2.0**-block.reuse
+        signal = (
+            rules.w_recency * recency
+            + rules.w_reuse * reuse
+            + rules.w_attention * block.attention
+            + rules.w_coherence * block.coherence
+        )
+        floor = block.floor.value
+        return block.priority.value * (floor + (1 - floor) * signal)
+
+    def _owned(self, block: Block, request_id: str | None) -> bool:
+        """Is the block part of this request's own chain?"""
+        request = self.requests.get(request_id) if request_id is not None else None
+        if request is None:
+            return False
+        if block.group in self.rules.window_groups:
+            return (block.group, block.key) in request.named
+        chain = request.chains.get(block.group, [])
+        return block.position < len(chain) and chain[block.position] == block.key
+
+    def _rank(self, block: Block) -> tuple[float, int, int, int, int]:
+        depth = 0 if block.group in self.rules.window_groups else block.position
+        return (self.score(block), block.last, -depth, block.group, block.serial)
+
+    def candidates(
+        self,
+        n: int,
+        eligible: Callable[[bytes], bool] | None = None,
+        *,
+        protect: str | None = None,
+    ) -> list[bytes]:
+        """Take the lowest leaf out of a copy of the pool, n times."""
+        left = dict(self.blocks)
+        chosen: list[bytes] = []
+        while len(chosen) < n:
+            parents = {block.parent for block in left.values()}
+            evictable = [
+                block
+                for block in left.values()
+                if block.key not in parents
+                and not block.holds
+                and not self._owned(block, protect)
+                and (eligible is None or eligible(block.key))
+            ]
+            if not evictable:
+                break
+            victim = min(evictable, key=self._rank)
+            del left[victim.key]
+            chosen.append(victim.key)
+        return chosen
+
+    # --- looking ------------------------------------------------------------------------------
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self.blocks
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def parent(self, key: bytes) -> bytes | None:
+        block = self.blocks.get(key)
+        return block.parent if block is not None and block.parent in self.blocks else None
+
+    def is_leaf(self, key: bytes) -> bool:
+        return all(block.parent != key for block in self.blocks.values())
+
+    def describe(self, key: bytes) -> View | None:
+        block = self.blocks.get(key)
+        if block is None:
+            return None
+        return View(
+            key=key,
+            group=block.group,
+            position=block.position,
+            last=block.last,
+            reuse=block.reuse,
+            floor=block.floor.value,
+            priority=block.priority.value,
+            attention=block.attention,
+            coherence=block.coherence,
+            role=block.role,
+            held=block.holds,
+            leaf=self.is_leaf(key),
+        )
+
+
+def _quantise_signal(value: float) -> float:
+    return round(min(1.0, max(0.0, value)) * SIGNAL_STEPS) / SIGNAL_STEPS
+
+
+@dataclass
+class Transfer:
+    """Who is writing a pending block, and under which reservation."""
+
+    request_id: str
+    ticket: int
+
+
+@dataclass(frozen=True)
+class ReferenceReservation:
+    keys: list[bytes]
+    slots: list[int]
+    evicted: list[bytes]
+    ticket: int
+
+
+class ReferenceLedger:
+    """Slots, transfers, holds and admission over a `ReferenceIndex`."""
+
+    def __init__(
+        self,
+        capacity: int,
+        rules: Rules,
+        *,
+        store_threshold: int = 0,
+        max_tracker_size: int = 64_000,
+    ) -> None:
+        self.index = ReferenceIndex(rules)
+        self.capacity = capacity
+        self.slots: dict[bytes, int] = {}
+        self.pending: dict[bytes, Transfer] = {}
+        self.loads: dict[tuple[str, bytes], int] = {}
+        self._threshold = store_threshold
+        self._max_tracker_size = max_tracker_size
+        self._seen: OrderedDict[bytes, int] = OrderedDict()
+        self._ticket = 0
+
+    def open(self, request_id: str, tags: Tags, now: float = 0.0) -> None:
+        self.index.open(request_id, tags, now)
+
+    def close(self, request_id: str) -> None:
+        self.index.close(request_id)
+
+    def lookup(self, request_id: str, key: bytes) -> str:
+        if key not in self.index:
+            return "ABSENT"
+        return "PENDING" if key in self.pending else "READY"
+
+    def touch(
+        self, request_id: str, keys: Sequence[bytes], *, group: int = 0, start: int = 0
+    ) -> None:
+        """Where the tracker is too small, the tails of chains are forgotten first."""
+        for key in reversed(self.index.touch(request_id, keys, group=group, start=start)):
+            self._seen[key] = self._seen.get(key, 0) + 1
+            self._seen.move_to_end(key)
+        while len(self._seen) > self._max_tracker_size:
+            self._seen.popitem(last=False)
+
+    def reserve(
+        self, request_id: str, keys: Sequence[bytes], *, group: int = 0, start: int = 0
+    ) -> ReferenceReservation:
+        self._ticket += 1
+        request = self.index.requests.get(request_id)
+        if request is None:
+            return ReferenceReservation([], [], [], self._ticket)
+        self.touch(request_id, keys, group=group, start=start)
+        wanted = self._admissible(request, keys, group, start)
+
+        free = self.capacity - len(self.index)
+        batches = self.index.evict(len(wanted) - free, protect=request_id)
+        evicted = [key for batch in batches for key in batch.keys]
+        for key in evicted:
+            del self.slots[key]
+
+        admitted = wanted[: self.capacity - len(self.index)]
+        for position, key in admitted:
+            self.index.insert(request_id, [key], group=group, start=position)
+            self.index.hold(key)
+            self.pending[key] = Transfer(request_id, self._ticket)
+            self.slots[key] = min(set(range(self.capacity)) - set(self.slots.values()))
+        names = [key for _, key in admitted]
+        return ReferenceReservation(names, [self.slots[k] for k in names], evicted, self._ticket)
+
+    def _admissible(
+        self, request: Request, keys: Sequence[bytes], group: int, start: int
+    ) -> list[tuple[int, bytes]]:
+        """Absent, named often enough, and behind something resident (or about to be)."""
+        windowed = group in self.index.rules.window_groups
+        wanted: list[tuple[int, bytes]] = []
+        there = set(self.index.blocks)
+        for position, key in enumerate(keys, start):
+            if key in there:
+                continue
+            if self._threshold >= 2 and self._seen.get(key, 0) < self._threshold:
+                continue
+            parent = self.index.parent_in_chain(request, group, position)
+            if not windowed and position > 0 and parent not in there:
+                continue
+            wanted.append((position, key))
+            there.add(key)
+        return wanted
+
+    def commit(
+        self, request_id: str, keys: Iterable[bytes], *, ticket: int | None = None
+    ) -> list[bytes]:
+        return self._finish(request_id, keys, ticket)
+
+    def abort(
+        self, request_id: str, keys: Iterable[bytes], *, ticket: int | None = None
+    ) -> list[bytes]:
+        removed = self._finish(request_id, keys, ticket)
+        for key in removed:
+            self.index.drop(key, "abort")
+            del self.slots[key]
+        return removed
+
+    def _finish(self, request_id: str, keys: Iterable[bytes], ticket: int | None) -> list[bytes]:
+        done = []
+        for key in keys:
+            transfer = self.pending.get(key)
+            if transfer is None or transfer.request_id != request_id:
+                continue
+            if ticket is not None and transfer.ticket != ticket:
+                continue
+            del self.pending[key]
+            self.index.unhold(key)
+            done.append(key)
+        return done
+
+    def acquire(self, request_id: str, keys: Sequence[bytes]) -> list[int] | None:
+        if any(self.lookup(request_id, key) != "READY" for key in keys):
+            return None
+        for key in keys:
+            self.index.hold(key)
+            self.loads[request_id, key] = self.loads.get((request_id, key), 0) + 1
+        return [self.slots[key] for key in keys]
+
+    def release(self, request_id: str, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            held = self.loads.get((request_id, key), 0)
+            if not held:
+                continue
+            self.index.unhold(key)
+            if held == 1:
+                del self.loads[request_id, key]
+            else:
+                self.loads[request_id, key] = held - 1
+
+    def reset(self) -> None:
+        self.index.clear()
+        self.slots.clear()
+        self.pending.clear()
+        self.loads.clear()
