@@ -13,16 +13,17 @@ import hashlib
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import click
-from evoke_core import EvokeConfig
-from evoke_vllm.manager import EvokeOffloadingManager
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from vllm.v1.kv_offload.base import OffloadingManager, OffloadKey, ReqContext, make_offload_key
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+
+from evoke_core import EvokeConfig
+from evoke_vllm.manager import EvokeOffloadingManager
 
 BLOCKS = 64
 """Blocks of a measured request."""
@@ -111,7 +112,9 @@ class Driver:
             self.manager.complete_store(set(output.keys_to_store), context)
 
 
-def measure(blocks: int, requests: int, seed: int, policy: str) -> dict[str, dict[str, list[float]]]:
+def measure(
+    blocks: int, requests: int, seed: int, policy: str
+) -> dict[str, dict[str, list[float]]]:
     """Return seconds per request, by kind (miss, hit) and manager (lru, evoke)."""
     drivers = {
         "lru": Driver(CPUOffloadingManager(blocks)),
@@ -127,11 +130,11 @@ def measure(blocks: int, requests: int, seed: int, policy: str) -> dict[str, dic
         names = list(drivers) if number % 2 else list(reversed(drivers))
         miss = conversations.fresh(BLOCKS)
         for name in names:
-            taken, restored = _timed(lambda name=name: drivers[name].run(miss))
+            taken, restored = _timed(drivers[name], miss)
             assert restored == 0
             seconds["miss"][name].append(taken)
         for name in names:  # the request just stored is resident in both
-            taken, restored = _timed(lambda name=name: drivers[name].run(miss))
+            taken, restored = _timed(drivers[name], miss)
             assert restored == BLOCKS
             seconds["hit"][name].append(taken)
         for name in names:  # keep the history rich
@@ -154,10 +157,10 @@ def _until_full(manager: EvokeOffloadingManager, blocks: int) -> Iterator[None]:
         yield
 
 
-def _timed(call: Callable[[], int]) -> tuple[float, int]:
+def _timed(driver: Driver, hashes: list[bytes]) -> tuple[float, int]:
     start = time.perf_counter()
-    result = call()
-    return time.perf_counter() - start, result
+    restored = driver.run(hashes)
+    return time.perf_counter() - start, restored
 
 
 @click.command("eviction-cost")

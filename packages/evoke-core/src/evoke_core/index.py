@@ -164,7 +164,9 @@ class RetentionIndex:
             added = []
             for position, key in enumerate(keys, start):
                 if key not in self._runs:
-                    reuse = self._ghosts.recall([key])[0] + 1
+                    counted = request.windows[group][key]
+                    remembered = self._ghosts.recall([key])[0]
+                    reuse = min(MAX_REUSE, max(1, remembered + (not counted)))
                     run = self._new_run(request, [key], group, position, None, reuse)
                     self._add(run, hold)
                     request.windows[group][key] = True
@@ -482,22 +484,19 @@ class RetentionIndex:
         end = min(end, len(chain.keys))
         while chain.counted < end:
             at = chain.counted
-            if (stop := chain.ahead.pop(at, None)) is not None:
-                chain.counted = stop
-                continue
             run = self._run_at(chain.keys[at], at)
             if run is None:
                 break
             if run.start < at:
                 self._split(run, at - run.start)
                 run = self._runs[chain.keys[at]]
-            limit = min(chain.ahead, default=end) if chain.ahead else end
-            same = min(shared_length(run.keys, chain.keys, at), min(limit, end) - at)
+            limit = min(end, min(chain.ahead)) if chain.ahead else end
+            same = min(shared_length(run.keys, chain.keys, at), limit - at)
             if same < len(run.keys):
                 self._split(run, same)
                 run = self._runs[chain.keys[at]]
             self._count(run, request)
-            chain.counted += same
+            chain.mark(at, at + same)
 
     def _lapsed(self, tick: int) -> bool:
         """Say whether the claim of the request with this tick is neither open nor recent."""
@@ -524,7 +523,7 @@ class RetentionIndex:
                 stretch = stretch[: next(i for i, key in enumerate(stretch) if key in stretch[:i])]
             self._insert_stretch(request, group, position, stretch, hold)
             added += stretch
-            chain.ahead[position] = position + len(stretch)
+            chain.mark(position, position + len(stretch))
             position += len(stretch)
         self._advance(request, chain, end)
         return added
@@ -533,8 +532,12 @@ class RetentionIndex:
         self, request: OpenRequest, group: int, start: int, keys: list[bytes], hold: bool
     ) -> None:
         """Add consecutive missing blocks, one run for each stretch of equal remembered reuse."""
-        parent_key = request.chain(group).keys[start - 1] if start else None
-        counts = self._ghosts.recall(keys)
+        chain = request.chain(group)
+        parent_key = chain.keys[start - 1] if start else None
+        counts = [
+            min(MAX_REUSE, max(1, count + (not chain.has_counted(position))))
+            for position, count in enumerate(self._ghosts.recall(keys), start)
+        ]
         begin = 0
         for at in range(1, len(keys) + 1):
             if (
@@ -543,10 +546,10 @@ class RetentionIndex:
                 or (self._orphans and keys[at - 1] in self._orphans)
             ):
                 stretch = keys[begin:at]
-                reuse = counts[begin] + 1
-                self._add(
-                    self._new_run(request, stretch, group, start + begin, parent_key, reuse), hold
+                run = self._new_run(
+                    request, stretch, group, start + begin, parent_key, counts[begin]
                 )
+                self._add(run, hold)
                 parent_key = keys[at - 1]
                 begin = at
 
@@ -566,7 +569,7 @@ class RetentionIndex:
             start=start,
             parent_key=parent_key,
             last=request.tick,
-            reuse=min(reuse, MAX_REUSE),
+            reuse=reuse,
             floor=request.floor,
             floor_tick=request.tick,
             role=request.tags.source_type,

@@ -18,7 +18,8 @@ class Chain:
     Attributes:
         keys: head first, from position 0 on.
         counted: so many of the leading keys have this request in their history.
-        ahead: stretches behind a gap (position -> end) that have it too, being inserted by it.
+        ahead: stretches behind a gap (position -> end, apart from each other and beyond
+            ``counted``) that have it too, being inserted by it.
     """
 
     keys: list[bytes] = field(factory=list)
@@ -54,10 +55,28 @@ class Chain:
         except ValueError:
             return len(self.keys)
 
+    def has_counted(self, position: int) -> bool:
+        """Say whether the block at ``position`` has this request in its history."""
+        return position < self.counted or any(
+            at <= position < end for at, end in self.ahead.items()
+        )
+
+    def mark(self, start: int, end: int) -> None:
+        """Note that the blocks from ``start`` to ``end`` have this request in their history."""
+        for at in [at for at, stop in self.ahead.items() if at <= end and start <= stop]:
+            end = max(end, self.ahead.pop(at))
+            start = min(start, at)
+        if start <= self.counted:
+            self.counted = max(self.counted, end)
+        else:
+            self.ahead[start] = end
+
     def recount(self, from_position: int = 0) -> None:
         """Forget what was counted from this position on."""
         self.counted = min(self.counted, from_position)
-        self.ahead = {at: end for at, end in self.ahead.items() if end <= from_position}
+        self.ahead = {
+            at: min(end, from_position) for at, end in self.ahead.items() if at < from_position
+        }
 
     def record(self, keys: list[bytes], start: int) -> list[bytes]:
         """Note that the request has ``keys`` at ``start``; return those it had not named before.

@@ -122,14 +122,21 @@ class EvokeOffloadingManager(OffloadingManager):
         granted: list[OffloadKey] = []
         slots: list[int] = []
         evicted: list[OffloadKey] = []
-        for group, part in _by_group(keys):
-            for start, stretch in self.ledger.index.locate(req_context.req_id, part, group=group):
-                reservation = self.ledger.reserve(
-                    req_context.req_id, stretch, group=group, start=start
-                )
-                granted += map(OffloadKey, reservation.keys)
-                slots += reservation.slots
-                evicted += map(OffloadKey, reservation.evicted)
+        request_id = req_context.req_id
+        offered = [
+            (group, start, stretch)
+            for group, part in _by_group(keys)
+            for start, stretch in self.ledger.index.locate(request_id, part, group=group)
+        ]
+        if len(offered) > 1:
+            # All named before any is stored, so that none makes room for another.
+            for group, start, stretch in offered:
+                self.ledger.touch(request_id, stretch, group=group, start=start)
+        for group, start, stretch in offered:
+            reservation = self.ledger.reserve(request_id, stretch, group=group, start=start)
+            granted += map(OffloadKey, reservation.keys)
+            slots += reservation.slots
+            evicted += map(OffloadKey, reservation.evicted)
         return PrepareStoreOutput(granted, CPULoadStoreSpec(slots), evicted)
 
     @override
