@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterable, Sequence
 from attrs import frozen
 
 from evoke_core.config import EvokeConfig
+from evoke_core.forest import Forest, tail_length
 from evoke_core.ghosts import GhostMemory
 from evoke_core.half_life import HalfLife
-from evoke_core.order import LeafOrder
 from evoke_core.policies import POLICIES, Policy
 from evoke_core.requests import Chain, OpenRequest
 from evoke_core.runs import MAX_REUSE, Run, shared_length
@@ -83,15 +83,12 @@ class RetentionIndex:
     ) -> None:
         self.config = EvokeConfig() if config is None else config
         self.clock = 0
-        self._order = LeafOrder(policy or POLICIES[self.config.policy](self.config))
+        self._forest = Forest(policy or POLICIES[self.config.policy](self.config))
+        self._runs = self._forest.runs
         self._window_groups = frozenset(window_groups)
         self._half_life = HalfLife.of(self.config.recency_half_life)
-        self._runs: dict[bytes, Run] = {}
-        self._holds: dict[bytes, int] = {}
-        self._orphans: dict[bytes, int] = {}  # key of a missing parent -> runs that wait for it
         self._ghosts = GhostMemory()
         self._peak = 0
-        self._serial = 0
         self._requests: dict[str, OpenRequest] = {}
         self._open_ticks: set[int] = set()
 
@@ -168,7 +165,7 @@ class RetentionIndex:
                     remembered = self._ghosts.recall([key])[0]
                     reuse = min(MAX_REUSE, max(1, remembered + (not counted)))
                     run = self._new_run(request, [key], group, position, None, reuse)
-                    self._add(run, hold)
+                    self._forest.add(run, hold=hold)
                     request.windows[group][key] = True
                     added.append(key)
         else:
@@ -183,25 +180,13 @@ class RetentionIndex:
         Blocks behind it stay as orphans until they go or their parent returns. Only
         ``reason="capacity"`` leaves a memory of the block's reuse.
         """
-        run = self._runs.get(key)
-        if run is None:
+        if key not in self._runs:
             return False
         if reason == CAPACITY:
             self._half_life.note_eviction(len(self._runs), self.clock)
-        offset = run.keys.index(key)
-        if offset + 1 < len(run.keys):
-            self._split(run, offset + 1)
-            run = self._runs[key]
-        count = run.reuse
-        if run.children:
-            self._orphans[key] = run.children
-            run.children = 0
-        if self._holds.pop(key, 0):
-            run.held -= 1
-        self._remove_tail(run, 1)
-        self._settle(run)
+        run = self._forest.remove(key)
         if reason == CAPACITY:
-            self._remember([key], count)
+            self._remember([key], run.reuse)
         return True
 
     def signal(
@@ -212,31 +197,27 @@ class RetentionIndex:
         Values are clamped and quantised to 1/64. False if the block is not resident or a value is
         not a number.
         """
-        run = self._runs.get(key)
         values = [value for value in (attention, coherence) if value is not None]
-        if run is None or any(not isinstance(v, (int, float)) or v != v for v in values):
+        if key not in self._runs or any(
+            not isinstance(value, (int, float)) or value != value for value in values
+        ):
             return False
-        offset = run.keys.index(key)
-        if offset + 1 < len(run.keys):
-            self._split(run, offset + 1)
-            run = self._runs[key]
+        run = self._forest.end_with(key)
         if len(run.keys) > 1:
-            self._split(run, len(run.keys) - 1)
-            run = self._runs[key]
-        self._order.discard(run)
-        if attention is not None:
-            run.attention = _quantise(attention)
-        if coherence is not None:
-            run.coherence = _quantise(coherence)
-        self._settle(run)
+            run = self._forest.split(run, len(run.keys) - 1)
+
+        def change() -> None:
+            if attention is not None:
+                run.attention = _quantise(attention)
+            if coherence is not None:
+                run.coherence = _quantise(coherence)
+
+        self._forest.rerank(run, change)
         return True
 
     def clear(self) -> None:
         """Forget blocks, holds and ghosts; open requests stay and count anew."""
-        self._runs.clear()
-        self._holds.clear()
-        self._orphans.clear()
-        self._order.clear()
+        self._forest.clear()
         self._ghosts.clear()
         self._half_life.restart(self.clock)
         for request in self._requests.values():
@@ -249,27 +230,11 @@ class RetentionIndex:
 
     def hold(self, *keys: bytes) -> None:
         """Keep resident blocks from being candidates until as many ``unhold`` calls."""
-        for key in keys:
-            run = self._runs.get(key)
-            if run is None:
-                continue
-            count = self._holds.get(key, 0)
-            self._holds[key] = count + 1
-            if count == 0:
-                run.held += 1
+        self._forest.hold(*keys)
 
     def unhold(self, *keys: bytes) -> None:
         """Take back one hold of each block that is held."""
-        holds, runs = self._holds, self._runs
-        for key in keys:
-            count = holds.pop(key, 0)
-            if count > 1:
-                holds[key] = count - 1
-            elif count == 1:
-                run = runs[key]
-                run.held -= 1
-                if run.entry is None and run.children == 0:
-                    self._settle(run)
+        self._forest.unhold(*keys)
 
     # --- candidates ---
 
@@ -286,7 +251,7 @@ class RetentionIndex:
         ``protect`` are passed over, and with them all they depend on.
         """
         plan = self._select(n, protect, eligible)
-        self._order.restore()
+        self._forest.restore()
         left: dict[Run, int] = {}
         keys: list[bytes] = []
         for run, count in plan:
@@ -302,11 +267,10 @@ class RetentionIndex:
         self._half_life.note_eviction(len(self._runs), self.clock)
         evicted = []
         for run, count in self._select(n, protect, None):
-            keys = self._remove_tail(run, count)
-            self._settle(run)
+            keys = self._forest.remove_tail(run, count)
             self._remember(keys, run.reuse)
             evicted.append(Evicted(keys, run.last, run.role, run.group))
-        self._order.restore()
+        self._forest.restore()
         return evicted
 
     # --- views ---
@@ -330,7 +294,7 @@ class RetentionIndex:
     @property
     def held(self) -> int:
         """How many blocks are held."""
-        return len(self._holds)
+        return len(self._forest.holds)
 
     def parent(self, key: bytes) -> bytes | None:
         """Return a block's resident parent; None for the head of a chain, an orphan, a stranger."""
@@ -359,7 +323,7 @@ class RetentionIndex:
             attention=run.attention,
             coherence=run.coherence,
             role=run.role,
-            held=self._holds.get(key, 0),
+            held=self._forest.holds.get(key, 0),
             leaf=run.children == 0 and offset + 1 == len(run.keys),
         )
 
@@ -393,107 +357,39 @@ class RetentionIndex:
             return [(0, keys)] if keys else []
         return request.chain(group).locate(keys)
 
-    # --- runs ---
-
-    def _parent(self, run: Run) -> Run | None:
-        return None if run.parent_key is None else self._runs.get(run.parent_key)
-
-    def _run_at(self, key: bytes, position: int) -> Run | None:
-        """Return the run that has ``key`` at ``position``; None for a key that is elsewhere."""
-        run = self._runs.get(key)
-        if run is not None:
-            offset = position - run.start
-            if 0 <= offset < len(run.keys) and run.keys[offset] == key:
-                return run
-        return None
-
-    def _split(self, run: Run, length: int) -> None:
-        """Part ``run`` so that its first ``length`` blocks and the rest are two runs.
-
-        The smaller part gets the new record, so that no block is re-filed for a larger one.
-        """
-        self._serial += 1
-        new = run.head(length, self._serial)
-        rest = run.keys[length:]
-        self._order.discard(run)
-        if length <= len(rest):
-            upper, lower = new, run
-            lower.keys, lower.start = rest, run.start + length
-        else:
-            upper, lower = run, new
-            lower.keys, lower.start = rest, run.start + length
-            lower.children = run.children
-            del upper.keys[length:]
-        lower.parent_key = upper.keys[-1]
-        upper.children = 1
-        for key in new.keys:
-            self._runs[key] = new
-        if run.held:
-            upper.held = sum(key in self._holds for key in upper.keys)
-            lower.held = sum(key in self._holds for key in lower.keys)
-        self._settle(lower)
-
-    def _remove_tail(self, run: Run, count: int) -> list[bytes]:
-        """Take the last ``count`` blocks out; return them deepest first. The caller settles it."""
-        self._order.discard(run)
-        keys = run.keys[-count:]
-        del run.keys[-count:]
-        for key in keys:
-            del self._runs[key]
-        if not run.keys and run.parent_key is not None:
-            above = self._runs.get(run.parent_key)
-            if above is not None:
-                above.children -= 1
-                self._settle(above)
-            elif (waiting := self._orphans.get(run.parent_key, 0)) > 1:
-                self._orphans[run.parent_key] = waiting - 1
-            else:
-                self._orphans.pop(run.parent_key, None)
-        keys.reverse()
-        return keys
-
-    def _settle(self, run: Run) -> None:
-        """Give ``run`` a place among the leaves if it should have one and has none."""
-        if (
-            run.entry is None
-            and run.children == 0
-            and run.keys
-            and (run.held == 0 or run.keys[-1] not in self._holds)
-        ):
-            self._order.add(run)
+    # --- history, run by run ---
 
     def _remember(self, keys: list[bytes], count: int) -> None:
         self._ghosts.remember(keys, count, int(self.config.ghost_factor * self._peak))
 
     def _count(self, run: Run, request: OpenRequest) -> None:
         """Add ``request`` to the history of all of ``run``."""
-        placed = run.entry is not None
-        self._order.discard(run)
-        run.last = max(run.last, request.tick)
-        run.reuse = min(run.reuse + 1, MAX_REUSE)
-        if request.floor >= run.floor or self._lapsed(run.floor_tick):
-            run.floor, run.floor_tick = request.floor, request.tick
-            run.role = request.tags.source_type
-        if request.tags.priority >= run.priority or self._lapsed(run.priority_tick):
-            run.priority, run.priority_tick = request.tags.priority, request.tick
-        if placed:
-            self._order.add(run)
+
+        def change() -> None:
+            run.last = max(run.last, request.tick)
+            run.reuse = min(run.reuse + 1, MAX_REUSE)
+            if request.floor >= run.floor or self._lapsed(run.floor_tick):
+                run.floor, run.floor_tick = request.floor, request.tick
+                run.role = request.tags.source_type
+            if request.tags.priority >= run.priority or self._lapsed(run.priority_tick):
+                run.priority, run.priority_tick = request.tags.priority, request.tick
+
+        self._forest.rerank(run, change)
 
     def _advance(self, request: OpenRequest, chain: Chain, end: int) -> None:
         """Count ``request`` for its chain's blocks up to ``end`` or the first missing one."""
         end = min(end, len(chain.keys))
         while chain.counted < end:
             at = chain.counted
-            run = self._run_at(chain.keys[at], at)
+            run = self._forest.at(chain.keys[at], at)
             if run is None:
                 break
             if run.start < at:
-                self._split(run, at - run.start)
-                run = self._runs[chain.keys[at]]
+                run = self._forest.split(run, at - run.start)
             limit = min(end, min(chain.ahead)) if chain.ahead else end
             same = min(shared_length(run.keys, chain.keys, at), limit - at)
             if same < len(run.keys):
-                self._split(run, same)
+                self._forest.split(run, same)
                 run = self._runs[chain.keys[at]]
             self._count(run, request)
             chain.mark(at, at + same)
@@ -513,8 +409,11 @@ class RetentionIndex:
         end = min(end, len(chain.keys))
         while position < end:
             if chain.keys[position] in self._runs:
-                run = self._run_at(chain.keys[position], position)
-                position = position + 1 if run is None else run.start + len(run.keys)
+                run = self._forest.at(chain.keys[position], position)
+                position += 1
+                if run is not None:  # the run may branch off this chain before it ends
+                    shared = shared_length(run.keys, chain.keys, run.start)
+                    position = max(position, run.start + shared)
                 continue
             stretch = chain.keys[position:end]
             if not self._runs.keys().isdisjoint(stretch):
@@ -534,22 +433,20 @@ class RetentionIndex:
         """Add consecutive missing blocks, one run for each stretch of equal remembered reuse."""
         chain = request.chain(group)
         parent_key = chain.keys[start - 1] if start else None
-        counts = [
-            min(MAX_REUSE, max(1, count + (not chain.has_counted(position))))
-            for position, count in enumerate(self._ghosts.recall(keys), start)
-        ]
+        counts = [min(MAX_REUSE, count + 1) for count in self._ghosts.recall(keys)]
+        if chain.ahead or chain.counted > start:
+            counts = [
+                max(1, count - chain.has_counted(position))
+                for position, count in enumerate(counts, start)
+            ]
         begin = 0
         for at in range(1, len(keys) + 1):
-            if (
-                at == len(keys)
-                or counts[at] != counts[begin]
-                or (self._orphans and keys[at - 1] in self._orphans)
-            ):
+            if at == len(keys) or counts[at] != counts[begin] or self._forest.awaited(keys[at - 1]):
                 stretch = keys[begin:at]
                 run = self._new_run(
                     request, stretch, group, start + begin, parent_key, counts[begin]
                 )
-                self._add(run, hold)
+                self._forest.add(run, hold=hold)
                 parent_key = keys[at - 1]
                 begin = at
 
@@ -562,7 +459,6 @@ class RetentionIndex:
         parent_key: bytes | None,
         reuse: int,
     ) -> Run:
-        self._serial += 1
         return Run(
             keys=keys,
             group=group,
@@ -575,36 +471,9 @@ class RetentionIndex:
             role=request.tags.source_type,
             priority=request.tags.priority,
             priority_tick=request.tick,
-            serial=self._serial,
+            serial=self._forest.next_serial(),
             windowed=group in self._window_groups,
         )
-
-    def _add(self, run: Run, hold: bool) -> None:
-        """File a new run behind its parent, as part of the parent's run where histories agree."""
-        keys = run.keys
-        if hold:
-            self._holds.update(dict.fromkeys(keys, 1))
-            run.held = len(keys)
-        run.children = self._orphans.pop(keys[-1], 0) if self._orphans else 0
-        if run.parent_key is not None:
-            above = self._runs.get(run.parent_key)
-            if above is None:
-                self._orphans[run.parent_key] = self._orphans.get(run.parent_key, 0) + 1
-            else:
-                if above.keys[-1] != run.parent_key:
-                    self._split(above, run.start - above.start)
-                    above = self._runs[run.parent_key]
-                self._order.discard(above)
-                if above.children == 0 and above.continues(run):
-                    above.keys += keys
-                    above.held += run.held
-                    above.children = run.children
-                    run = above
-                else:
-                    above.children += 1
-        for key in keys:
-            self._runs[key] = run
-        self._settle(run)
 
     # --- window groups and victims ---
 
@@ -625,20 +494,14 @@ class RetentionIndex:
     ) -> list[tuple[Run, int]]:
         request = self._requests.get(protect) if protect is not None else None
 
-        def available(run: Run) -> int:
-            room = len(run.keys)
-            if run.held:
-                room = _tail_length(run.keys, lambda key: key not in self._holds)
-                if room == 0:
-                    self._order.discard(run)  # it gets a place again when the hold ends
-                    return 0
+        def limit(run: Run, room: int) -> int:
             if request is not None:
                 room = min(room, len(run.keys) - _own_length(run, request))
             if eligible is not None:
-                room = min(room, _tail_length(run.keys, eligible))
+                room = min(room, tail_length(run.keys, eligible))
             return room
 
-        return self._order.select(n, self.clock, self.half_life, available, self._parent)
+        return self._forest.select(n, self.clock, self.half_life, limit)
 
 
 def _own_length(run: Run, request: OpenRequest) -> int:
@@ -647,14 +510,6 @@ def _own_length(run: Run, request: OpenRequest) -> int:
         return int(run.keys[0] in request.windows.get(run.group, ()))
     chain = request.chains.get(run.group)
     return 0 if chain is None else shared_length(run.keys, chain.keys, run.start)
-
-
-def _tail_length(keys: list[bytes], accept: Callable[[bytes], bool]) -> int:
-    """Return how many of the last keys, without a gap, are accepted."""
-    for n, key in enumerate(reversed(keys)):
-        if not accept(key):
-            return n
-    return len(keys)
 
 
 def _quantise(value: float) -> float:

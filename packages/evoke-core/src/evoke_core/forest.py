@@ -1,0 +1,217 @@
+"""The resident blocks as a forest of runs, with holds and with every leaf in its place.
+
+Guarantees: each resident key is in exactly one run; a run's ``children`` and ``held`` are exact
+whatever is split, added or removed, parents that are missing included; a run has a place in the
+order if and only if it is a leaf whose last block is not held (or, after a hold on a placed leaf,
+until a selection meets it).
+"""
+
+from collections.abc import Callable
+
+from evoke_core.order import LeafOrder
+from evoke_core.policies import Policy
+from evoke_core.runs import Run
+
+
+class Forest:
+    """Runs by key, linked by their parents' keys."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.runs: dict[bytes, Run] = {}
+        self.holds: dict[bytes, int] = {}
+        self._order = LeafOrder(policy)
+        self._orphans: dict[bytes, int] = {}  # key of a missing parent -> runs that wait for it
+        self._serial = 0
+
+    def clear(self) -> None:
+        self.runs.clear()
+        self.holds.clear()
+        self._orphans.clear()
+        self._order.clear()
+
+    # --- looking ---
+
+    def at(self, key: bytes, position: int) -> Run | None:
+        """Return the run that has ``key`` at ``position``; None for a key that is elsewhere."""
+        run = self.runs.get(key)
+        if run is not None:
+            offset = position - run.start
+            if 0 <= offset < len(run.keys) and run.keys[offset] == key:
+                return run
+        return None
+
+    def parent(self, run: Run) -> Run | None:
+        return None if run.parent_key is None else self.runs.get(run.parent_key)
+
+    def awaited(self, key: bytes) -> bool:
+        """Say whether orphans wait for this missing block."""
+        return key in self._orphans
+
+    # --- changing ---
+
+    def next_serial(self) -> int:
+        self._serial += 1
+        return self._serial
+
+    def add(self, run: Run, *, hold: bool) -> None:
+        """File a new run behind its parent, as part of the parent's run where histories agree."""
+        keys = run.keys
+        if hold:
+            self.holds.update(dict.fromkeys(keys, 1))
+            run.held = len(keys)
+        if self._orphans:
+            run.children = self._orphans.pop(keys[-1], 0)
+        if run.parent_key is not None:
+            above = self.runs.get(run.parent_key)
+            if above is None:
+                self._orphans[run.parent_key] = self._orphans.get(run.parent_key, 0) + 1
+            else:
+                above = self.end_with(run.parent_key)
+                self._order.discard(above)
+                if above.children == 0 and above.continues(run):
+                    above.keys += keys
+                    above.held += run.held
+                    above.children = run.children
+                    run = above
+                else:
+                    above.children += 1
+        for key in keys:
+            self.runs[key] = run
+        self._settle(run)
+
+    def split(self, run: Run, length: int) -> Run:
+        """Part ``run`` so that its first ``length`` blocks are a run; return the run of the rest.
+
+        The smaller part gets the new record, so that few keys are filed anew.
+        """
+        new = run.head(length, self.next_serial())
+        rest = run.keys[length:]
+        self._order.discard(run)
+        if length <= len(rest):
+            upper, lower = new, run
+        else:
+            upper, lower = run, new
+            lower.children = run.children
+            del upper.keys[length:]
+        lower.keys, lower.start, lower.parent_key = rest, upper.start + length, upper.keys[-1]
+        upper.children = 1
+        for key in new.keys:
+            self.runs[key] = new
+        if run.held:
+            upper.held = sum(key in self.holds for key in upper.keys)
+            lower.held = sum(key in self.holds for key in lower.keys)
+        self._settle(lower)
+        return lower
+
+    def end_with(self, key: bytes) -> Run:
+        """Split so that the resident block ``key`` is the last of its run; return that run."""
+        run = self.runs[key]
+        if run.keys[-1] != key:
+            self.split(run, run.keys.index(key) + 1)
+        return self.runs[key]
+
+    def remove(self, key: bytes) -> Run:
+        """Take one block out, held or not; what hangs below it waits as orphans.
+
+        Returns the run that it was in, for its history.
+        """
+        run = self.end_with(key)
+        if run.children:
+            self._orphans[key] = run.children
+            run.children = 0
+        if self.holds.pop(key, 0):
+            run.held -= 1
+        self.remove_tail(run, 1)
+        return run
+
+    def remove_tail(self, run: Run, count: int) -> list[bytes]:
+        """Take the last ``count`` blocks out of a leaf; return them deepest first."""
+        self._order.discard(run)
+        keys = run.keys[-count:]
+        del run.keys[-count:]
+        for key in keys:
+            del self.runs[key]
+        if run.keys:
+            self._settle(run)
+        elif run.parent_key is not None:
+            above = self.runs.get(run.parent_key)
+            if above is not None:
+                above.children -= 1
+                self._settle(above)
+            elif (waiting := self._orphans.get(run.parent_key, 0)) > 1:
+                self._orphans[run.parent_key] = waiting - 1
+            else:
+                self._orphans.pop(run.parent_key, None)
+        keys.reverse()
+        return keys
+
+    def rerank(self, run: Run, change: Callable[[], None]) -> None:
+        """Apply ``change``, which may alter what the run is worth, and place it anew."""
+        placed = run.entry is not None
+        self._order.discard(run)
+        change()
+        if placed:
+            self._order.add(run)
+
+    # --- holds ---
+
+    def hold(self, *keys: bytes) -> None:
+        for key in keys:
+            run = self.runs.get(key)
+            if run is None:
+                continue
+            count = self.holds.get(key, 0)
+            self.holds[key] = count + 1
+            if count == 0:
+                run.held += 1
+
+    def unhold(self, *keys: bytes) -> None:
+        holds, runs = self.holds, self.runs
+        for key in keys:
+            count = holds.pop(key, 0)
+            if count > 1:
+                holds[key] = count - 1
+            elif count == 1:
+                run = runs[key]
+                run.held -= 1
+                if run.entry is None and run.children == 0:
+                    self._settle(run)
+
+    # --- victims ---
+
+    def select(
+        self, n: int, clock: int, half_life: float, limit: Callable[[Run, int], int]
+    ) -> list[tuple[Run, int]]:
+        """Plan ``n`` evictions, see :meth:`LeafOrder.select`; then apply it or not, and
+        :meth:`restore`. ``limit(run, room)`` lowers how many of a run's last blocks may go."""
+
+        def available(run: Run) -> int:
+            room = len(run.keys)
+            if run.held:
+                room = tail_length(run.keys, lambda key: key not in self.holds)
+                if room == 0:
+                    self._order.discard(run)  # it gets a place again when the hold ends
+                    return 0
+            return limit(run, room)
+
+        return self._order.select(n, clock, half_life, available, self.parent)
+
+    def restore(self) -> None:
+        self._order.restore()
+
+    def _settle(self, run: Run) -> None:
+        """Give ``run`` a place among the leaves if it should have one and has none."""
+        if (
+            run.entry is None
+            and run.children == 0
+            and (run.held == 0 or run.keys[-1] not in self.holds)
+        ):
+            self._order.add(run)
+
+
+def tail_length(keys: list[bytes], accept: Callable[[bytes], bool]) -> int:
+    """Return how many of the last keys, without a gap, are accepted."""
+    for n, key in enumerate(reversed(keys)):
+        if not accept(key):
+            return n
+    return len(keys)
