@@ -75,9 +75,13 @@ def main(
     if port is not None:
         check_port(port)
     reporter = Reporter(make_console())
+    if model is not None:
+        check_model_folder(model)
+    _make_folder(results, "--results")
     if model is None:
+        _make_folder(cache, "--cache")
         model = prepare_model(cache, reporter.say)
-    encode = load_encoder(check_model_folder(model))
+    encode = load_encoder(model)
 
     workloads: list[Workload]
     if trace is not None:
@@ -98,6 +102,13 @@ def load_encoder(model: Path) -> Encode:
 
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     return lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def _make_folder(folder: Path, option: str) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageProblem(f"{option}: cannot create {folder}: {error.strerror}") from None
 
 
 def _announce(workloads: list[Workload], reporter: Reporter) -> None:
@@ -121,7 +132,7 @@ def _conclude(runs: list[Run], workload: Workload, results: Path, reporter: Repo
 def _rich(table: Table) -> RichTable:
     rich = RichTable()
     for number, header in enumerate(table.headers):
-        rich.add_column(header, justify="right" if number else "left")
+        rich.add_column(header, justify="right" if number else "left", no_wrap=not number)
     for line in table.lines:
         rich.add_row(*line)
     return rich

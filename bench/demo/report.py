@@ -56,51 +56,43 @@ def last_loop(run: Run) -> int:
 
 @dataclass(frozen=True)
 class _Column:
+    """A figure of one run; `form` shows it without its `unit`."""
+
     header: str
     value: Callable[[Run], float | None]
-    show: Callable[[float], str]
+    form: str
+    unit: str
 
 
-def _percent(value: float) -> str:
-    return f"{value:.0%}"
+def _rate_column(header: str, rows: Callable[[Run], Iterable[Row]]) -> _Column:
+    def value(run: Run) -> float | None:
+        rate = restore_rate(rows(run))
+        return None if rate is None else 100 * rate
+
+    return _Column(header, value, ".0f", "%")
 
 
-def _seconds(value: float) -> str:
-    return f"{value:.2f} s"
+def _ttft_column(header: str, rows: Callable[[Run], Iterable[Row]]) -> _Column:
+    return _Column(header, lambda run: mean_ttft(rows(run)), ".2f", " s")
 
 
-def _whole_seconds(value: float) -> str:
-    return f"{value:.0f} s"
-
-
-def _count(value: float) -> str:
-    return f"{value:,.0f}"
-
-
-_ALL_RESTORES = _Column("restore hits, all", lambda run: restore_rate(run.rows), _percent)
+_ALL_RESTORES = _rate_column("restore hits, all", lambda run: run.rows)
 _HOT = (
-    _Column("restore hits, hot", lambda run: restore_rate(hot(run)), _percent),
-    _Column(
-        f"hot from loop {WARM_LOOP}",
-        lambda run: restore_rate(hot(run, from_loop=WARM_LOOP)),
-        _percent,
-    ),
-    _Column("hot TTFT", lambda run: mean_ttft(hot(run)), _seconds),
-    _Column(
-        "hot TTFT, last loop",
-        lambda run: mean_ttft(hot(run, from_loop=last_loop(run))),
-        _seconds,
-    ),
+    _rate_column("restore hits, hot", hot),
+    _rate_column(f"hot from loop {WARM_LOOP}", lambda run: hot(run, from_loop=WARM_LOOP)),
+    _ttft_column("hot TTFT", hot),
+    _ttft_column("hot TTFT, last loop", lambda run: hot(run, from_loop=last_loop(run))),
 )
-_MEAN_TTFT = _Column("mean TTFT", lambda run: mean_ttft(run.rows), _seconds)
+_MEAN_TTFT = _ttft_column("mean TTFT", lambda run: run.rows)
 _REST = (
-    _Column("p50 TTFT", lambda run: median(row.ttft_s for row in run.rows), _seconds),
+    _Column("p50 TTFT", lambda run: median(row.ttft_s for row in run.rows), ".2f", " s"),
     _Column(
-        "prefill avoided",
+        "prefill tokens avoided",
         lambda run: sum(row.in_gpu + row.restored for row in run.rows),
-        lambda value: f"{_count(value)} tokens",
+        ",.0f",
+        "",
     ),
-    _Column("wall time", lambda run: run.wall_s, _whole_seconds),
+    _Column("wall time", lambda run: run.wall_s, ".0f", " s"),
 )
 
 
@@ -143,7 +135,8 @@ def _cell(column: _Column, runs: Sequence[Run]) -> str:
     values = [value for run in runs if (value := column.value(run)) is not None]
     if not values:
         return _NO_VALUE
-    mean = column.show(fmean(values))
-    if len(values) == 1:
-        return mean
-    return f"{mean} ({column.show(min(values))} to {column.show(max(values))})"
+    mean, least, most = (
+        format(value, column.form) for value in (fmean(values), min(values), max(values))
+    )
+    span = f" ({least}-{most})" if len(values) > 1 else ""
+    return f"{mean}{column.unit}{span}"

@@ -51,7 +51,7 @@ def check_model_folder(folder: Path) -> Path:
 
 
 def prepare_model(cache: Path, say: Callable[[str], None] = lambda _: None) -> Path:
-    """Return the converted model's folder under `cache`, converting it first if needed.
+    """Return the converted model's folder in the folder `cache`, converting it first if needed.
 
     `say` is told, once, that a conversion is under way (about ten seconds). Raises BenchError
     when the distribution that carries the weights is not installed.
@@ -67,7 +67,6 @@ def prepare_model(cache: Path, say: Callable[[str], None] = lambda _: None) -> P
     if _read_marker(target) == marker:
         return target
     say(f"converting {MODEL_NAME} ({marker['source']}), once")
-    cache.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f"{MODEL_NAME}.", dir=cache))
     try:
         _convert(source, work)

@@ -42,6 +42,8 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
         (["--trace", __file__, "--tie"], "takes no --tie"),
         (["--trace", __file__, "--seeds", "2"], "--seeds"),
         (["--port", "99999"], "--port"),
+        (["--results", f"{__file__}/below"], "--results: cannot create"),
+        (["--cache", f"{__file__}/below"], "--cache: cannot create"),
     ],
 )
 def test_bad_options(options: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:

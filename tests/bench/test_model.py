@@ -68,13 +68,20 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_converted_once(source: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    return folder
+
+
+def test_converted_once(source: Path, cache: Path) -> None:
     said: list[str] = []
-    folder = prepare_model(tmp_path / "cache", said.append)
+    folder = prepare_model(cache, said.append)
     assert check_model_folder(folder) == folder
-    assert prepare_model(tmp_path / "cache", said.append) == folder
+    assert prepare_model(cache, said.append) == folder
     assert len(said) == 1
-    assert list((tmp_path / "cache").iterdir()) == [folder]
+    assert list(cache.iterdir()) == [folder]
 
 
 @pytest.mark.usefixtures("source")
@@ -93,19 +100,19 @@ def test_half_written_or_older_folder_is_replaced(tmp_path: Path, damage: str) -
 
 
 @pytest.mark.usefixtures("source")
-def test_failed_conversion_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_conversion_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(source: Path, folder: Path) -> None:
         (folder / "config.json").touch()
         raise KeyboardInterrupt
 
     monkeypatch.setattr(model_module, "_convert", fail)
     with pytest.raises(KeyboardInterrupt):
-        prepare_model(tmp_path / "cache")
-    assert not any((tmp_path / "cache").iterdir())
+        prepare_model(cache)
+    assert not any(cache.iterdir())
 
 
-def test_weights_and_configuration(source: Path, tmp_path: Path) -> None:
-    folder = prepare_model(tmp_path / "cache")
+def test_weights_and_configuration(source: Path, cache: Path) -> None:
+    folder = prepare_model(cache)
     config = json.loads((folder / "config.json").read_text())
     assert (config["num_attention_heads"], config["num_key_value_heads"]) == (HEADS, KV_HEADS)
     assert (config["hidden_size"], config["head_dim"]) == (HIDDEN, HIDDEN // HEADS)
