@@ -147,9 +147,9 @@ class ReferenceIndex:
     def touch(
         self, request_id: str, keys: Sequence[bytes], *, group: int = 0, start: int = 0
     ) -> list[bytes]:
-        """Count the request for all blocks of its chain, as far as `keys` goes, up to a gap.
+        """Count the request for its chain, from where counting stopped, as far as `keys` goes.
 
-        Returns the keys that it had not named before.
+        Counting stops at a gap. Returns the keys that the request had not named before.
         """
         request = self.requests.get(request_id)
         if request is None:
@@ -167,9 +167,11 @@ class ReferenceIndex:
         request.named |= {(group, key) for key in keys}
         for key in walk:
             block = self.blocks.get(key)
-            if block is not None and key not in request.counted:
+            if key in request.counted:
+                continue
+            if block is not None:
                 self._count(request, block)
-            elif block is None and not windowed:
+            elif not windowed:
                 break  # what lies behind a gap cannot be restored
         return fresh
 
@@ -483,20 +485,22 @@ class ReferenceLedger:
     def _admissible(
         self, request: Request, keys: Sequence[bytes], group: int, start: int
     ) -> list[tuple[int, bytes]]:
-        """Absent, named often enough, and behind something resident (or about to be)."""
+        """Absent, named often enough, and behind something resident (or about to be).
+
+        Behind a refused block of a chain everything is refused: it could not be restored.
+        """
         windowed = group in self.index.rules.window_groups
         wanted: list[tuple[int, bytes]] = []
         there = set(self.index.blocks)
         for position, key in enumerate(keys, start):
-            if key in there:
-                continue
-            if self._threshold >= 2 and self._seen.get(key, 0) < self._threshold:
-                continue
             parent = self.index.parent_in_chain(request, group, position)
-            if not windowed and position > 0 and parent not in there:
-                continue
-            wanted.append((position, key))
-            there.add(key)
+            cold = self._threshold >= 2 and self._seen.get(key, 0) < self._threshold
+            hanging = not windowed and position > 0 and parent not in there
+            if key not in there and not cold and not hanging:
+                wanted.append((position, key))
+                there.add(key)
+            elif key not in there and not windowed:
+                break
         return wanted
 
     def commit(
