@@ -10,7 +10,9 @@ for the first block, ``BLAKE3(salt)``. Both hashes use BLAKE3's key-derivation m
 ``CONTEXT``, so that keys never collide with another use of BLAKE3 over the same bytes.
 """
 
+from array import array
 from collections.abc import Iterable
+from operator import index
 from typing import Any
 
 import blake3
@@ -59,13 +61,13 @@ def _digest(data: bytes) -> bytes:
 
 
 def _as_uint64(token_ids: Iterable[int] | npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
-    ids = token_ids if isinstance(token_ids, np.ndarray) else list(token_ids)
+    if isinstance(token_ids, np.ndarray):
+        if token_ids.ndim != 1 or token_ids.dtype.kind not in "iu":
+            raise ValueError("token ids must be a flat array of integers")
+        if token_ids.dtype.kind == "i" and len(token_ids) and token_ids.min() < 0:
+            raise ValueError("token ids must not be negative")
+        return token_ids.astype("<u8")
     try:
-        array = np.asarray(ids) if len(ids) else np.empty(0, dtype=np.uint64)
-    except OverflowError as error:
-        raise ValueError(f"token ids must fit 64 bits: {error}") from None
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise ValueError("token ids must be a flat sequence of integers")
-    if array.dtype.kind == "i" and len(array) and array.min() < 0:
-        raise ValueError("token ids must not be negative")
-    return array.astype("<u8")
+        return np.frombuffer(array("Q", map(index, token_ids)), dtype=np.uint64).astype("<u8")
+    except (OverflowError, TypeError) as error:
+        raise ValueError(f"token ids must be integers from 0 to 2**64 - 1: {error}") from None
