@@ -62,12 +62,15 @@ def _digest(data: bytes) -> bytes:
 
 def _as_uint64(token_ids: Iterable[int] | npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
     if isinstance(token_ids, np.ndarray):
-        if token_ids.ndim != 1 or token_ids.dtype.kind not in "iu":
+        if token_ids.ndim != 1 or (token_ids.size and token_ids.dtype.kind not in "iu"):
             raise ValueError("token ids must be a flat array of integers")
         if token_ids.dtype.kind == "i" and len(token_ids) and token_ids.min() < 0:
             raise ValueError("token ids must not be negative")
         return token_ids.astype("<u8")
+    ids = list(token_ids)
+    if bool in set(map(type, ids)):
+        raise ValueError("token ids must be integers, got a truth value")
     try:
-        return np.frombuffer(array("Q", map(index, token_ids)), dtype=np.uint64).astype("<u8")
+        return np.asarray(array("Q", map(index, ids))).astype("<u8")
     except (OverflowError, TypeError) as error:
         raise ValueError(f"token ids must be integers from 0 to 2**64 - 1: {error}") from None
