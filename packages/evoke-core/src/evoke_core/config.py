@@ -175,7 +175,7 @@ def _apply_environment(
                     " (from the environment)"
                 )
             floors[variable[len(_FLOOR_PREFIX) :].lower()] = value
-        elif difflib.get_close_matches(variable, [*variables, _FLOOR_PREFIX], cutoff=0.8):
+        elif difflib.get_close_matches(variable, [*variables, _FLOOR_PREFIX], cutoff=0.75):
             raise ConfigError(_unknown(variable, tuple(variables), "the environment"))
     if floors:
         base = given.get("source_floors", DEFAULT_FLOORS)

@@ -278,11 +278,9 @@ class BlockLedger:
     ) -> list[bytes]:
         """A write failed: drop its blocks, free their slots, return the keys removed."""
         done = self._finish(request_id, keys, ticket)
-        # Completions come as sets: an order of our own keeps the free list independent of hashing.
-        slots = {key: transfer.slots[key] for key, transfer in done.items()}
-        for key in sorted(slots, key=slots.__getitem__, reverse=True):
+        for key in reversed(done):
             self.index.drop(key, "aborted")
-            self._freed.append(slots[key])
+            self._freed.append(done[key].slots[key])
         return self._report("aborted", done)
 
     def reset(self) -> None:
@@ -380,7 +378,11 @@ class BlockLedger:
     def _finish(
         self, request_id: str, keys: Collection[bytes], ticket: int | None
     ) -> dict[bytes, _Transfer]:
-        """Take the transfers that a completion belongs to out of the pending ones."""
+        """Take the transfers that a completion belongs to out of the pending ones.
+
+        Completions come as sets: the result is in the order of the reservations, so that nothing
+        that follows depends on hashing.
+        """
         done = {}
         for key in keys:
             transfer = self._pending.get(key)
@@ -393,7 +395,8 @@ class BlockLedger:
                 continue
             del self._pending[key]
             done[key] = transfer
-        return done
+        transfers = sorted(set(done.values()), key=lambda transfer: transfer.ticket)
+        return {key: transfer for transfer in transfers for key in transfer.slots if key in done}
 
     def _report(
         self, kind: Literal["stored", "aborted"], done: dict[bytes, _Transfer]
