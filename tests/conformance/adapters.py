@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from evoke_core import RequestTags
-
 from tests.conformance.reference import View
 
 BLOCK_STATES = ("ABSENT", "PENDING", "READY")
@@ -321,4 +320,3 @@ def snapshot(tier: Tier, keys: Iterable[bytes]) -> dict[bytes, View]:
         if view is not None:
             seen[key] = View(**{name: getattr(view, name) for name in View._fields})
     return seen
-

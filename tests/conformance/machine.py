@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from evoke_core import BlockLedger, EvokeConfig, RetentionIndex
-
 from tests.conformance.adapters import (
     IndexTier,
     LedgerTier,
@@ -48,7 +47,7 @@ tag_sets = st.fixed_dictionaries(
         "evoke_session": st.sampled_from(["s1", "s2"]),
     },
 )
-malformed_tags = st.sampled_from(
+malformed_tags: st.SearchStrategy[object] = st.sampled_from(
     [None, 3, "user", [], {"priority": "high"}, {"priority": float("nan")}, {"source_type": []}]
 )
 
@@ -347,7 +346,9 @@ class ConformanceMachine(RuleBasedStateMachine):
         keys = writing.keys[: max(1, len(writing.keys) // 2)] if part else writing.keys
         rest = writing.keys[len(keys) :]
         if rest:
-            self.in_flight.append(Writing(writing.request_id, rest, writing.serials, writing.tickets))
+            self.in_flight.append(
+                Writing(writing.request_id, rest, writing.serials, writing.tickets)
+            )
         self._finish(writing, keys, ok)
         self.ended.append(Writing(writing.request_id, keys, writing.serials, writing.tickets))
 
@@ -609,8 +610,10 @@ class IndexMachine(ConformanceMachine):
         windows = tuple(sorted(setup.rules.window_groups))
         index = RetentionIndex(setup.config, window_groups=windows)
         reference = ReferenceIndex(setup.rules)
-        how = {"capacity": setup.capacity, "plans_first": setup.plans_first}
-        return IndexTier(index, **how), IndexTier(reference, **how)
+        return (
+            IndexTier(index, setup.capacity, plans_first=setup.plans_first),
+            IndexTier(reference, setup.capacity, plans_first=setup.plans_first),
+        )
 
 
 class LedgerMachine(ConformanceMachine):
@@ -645,4 +648,3 @@ class VllmMachine(ConformanceMachine):
 def _reference_ledger(setup: Setup) -> LedgerTier:
     ledger = ReferenceLedger(setup.capacity, setup.rules, store_threshold=setup.store_threshold)
     return LedgerTier(ledger)
-

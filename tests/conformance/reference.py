@@ -38,7 +38,7 @@ class Rules:
     window_groups: frozenset[int] = frozenset()
 
     def floor_of(self, role: str | None) -> float:
-        return dict(self.floors).get(role, 0.0)
+        return dict(self.floors).get(role or "", 0.0)
 
 
 class Tags(Protocol):

@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from evoke_core import BlockLedger, EvokeConfig
-
 from tests.conformance.adapters import LedgerTier, Offer, Tier, VllmTier, keys_of
 
 CAPACITY, REQUESTS = 40, 400
@@ -74,7 +73,9 @@ def run(tier: Tier, seed: int = 7) -> list[str]:
         while len(reading) > 2:
             tier.release(*reading.pop(rng.randrange(len(reading))))
         tier.close(request)
-        log += [f"{kind} {keys if kind == 'evicted' else sorted(keys)}" for kind, keys in tier.events()]
+        log += [
+            f"{kind} {keys if kind == 'evicted' else sorted(keys)}" for kind, keys in tier.events()
+        ]
         log.append(f"order {tier.index.candidates(CAPACITY)}")
         if n % 150 == 149:
             tier.reset()

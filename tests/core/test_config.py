@@ -2,6 +2,7 @@
 """EvokeConfig: what an operator may write, and what a mistake tells him in one line."""
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -78,7 +79,7 @@ def test_is_frozen() -> None:
 WRONG = [
     *[(f"w_{weight}", value) for weight in ("recency", "reuse", "attention", "coherence")
       for value in (-0.1, 1.5, "much", None, True, math.nan, math.inf, [0.5])],
-    *[("recency_half_life", value) for value in (0, -1, "Auto", "", None, True, math.nan, math.inf)],
+    *[("recency_half_life", value) for value in (0, -1, "Auto", "", None, True, math.nan)],
     *[("source_floors", value) for value in (
         None, 0.5, [("user", 0.5)], {"user": 2}, {"user": -1}, {"user": "x"}, {"user": True},
         {"user": math.nan}, {3: 0.5}, {"user": None})],
@@ -99,7 +100,7 @@ def test_a_wrong_value_is_named_with_its_origin_and_what_is_allowed(
 
 
 @pytest.mark.parametrize(("key", "value"), WRONG)
-def test_the_constructor_refuses_the_same(key: str, value: object) -> None:
+def test_the_constructor_refuses_the_same(key: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=key):
         EvokeConfig(**{key: value})
 
@@ -196,7 +197,9 @@ def test_a_variable_that_wins_is_the_one_to_blame() -> None:
 
 
 def test_auto_half_life_from_the_environment() -> None:
-    assert load({"recency_half_life": 3}, EVOKE_RECENCY_HALF_LIFE="auto").recency_half_life == "auto"
+    assert (
+        load({"recency_half_life": 3}, EVOKE_RECENCY_HALF_LIFE="auto").recency_half_life == "auto"
+    )
 
 
 def test_floors_by_role() -> None:
@@ -243,16 +246,20 @@ def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch)
 
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 
 
-@given(st.dictionaries(st.sampled_from(KEYS) | st.text(max_size=12), anything, max_size=4) | anything)
+@given(
+    st.dictionaries(st.sampled_from(KEYS) | st.text(max_size=12), anything, max_size=4) | anything
+)
 def test_anything_else_is_refused_in_one_line_or_honoured(mapping: object) -> None:
     try:
-        config = load(mapping)
+        message = repr(load(mapping))
     except ConfigError as error:
-        assert "\n" not in str(error)
-    else:
-        assert isinstance(config, EvokeConfig)
+        message = str(error)
+    assert message
+    assert "\n" not in message

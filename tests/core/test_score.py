@@ -5,13 +5,21 @@ The index shows no score, so each test sets a block against one whose score is k
 little lower or a little higher, and looks who goes first.
 """
 
+from typing import Any
+
 import pytest
 
-from evoke_core import EvokeConfig, RequestTags, RetentionIndex
+from evoke_core import BlockView, EvokeConfig, RequestTags, RetentionIndex
 
 
-def index(**settings: object) -> RetentionIndex:
+def index(**settings: Any) -> RetentionIndex:
     return RetentionIndex(EvokeConfig(**{"recency_half_life": 4, **settings}))
+
+
+def view(idx: RetentionIndex, key: bytes) -> BlockView:
+    found = idx.describe(key)
+    assert found is not None
+    return found
 
 
 def store(
@@ -34,7 +42,7 @@ def test_recency_halves_in_a_half_life() -> None:
     store(idx, "old", b"old")
     pass_time(idx, 3)
     store(idx, "new", b"new", priority=2.0**-0.75)
-    assert idx.describe(b"old").last + 4 == idx.clock
+    assert view(idx, b"old").last + 4 == idx.clock
     assert idx.candidates(2) == [b"old", b"new"]
 
     idx = index(w_recency=1.0, w_reuse=0.0)
@@ -57,7 +65,7 @@ def test_reuse_is_one_minus_two_to_minus_n() -> None:
         store(idx, "a", b"twice", priority=priority)
         store(idx, "b", b"twice", priority=priority)
         store(idx, "c", b"once")
-        assert idx.describe(b"twice").reuse == 2
+        assert view(idx, b"twice").reuse == 2
         assert idx.candidates(1) == [first]
 
 
@@ -79,8 +87,8 @@ def test_the_floor_lifts_what_the_signals_leave(priority: float, first: bytes) -
 def test_floors_by_role(role: str | None, floor: float) -> None:
     idx = index()
     store(idx, "a", b"k", role=role)
-    view = idx.describe(b"k")
-    assert (view.floor, view.role) == (floor, role)
+    seen = view(idx, b"k")
+    assert (seen.floor, seen.role) == (floor, role)
 
 
 def test_signals_count_with_their_weights() -> None:
@@ -98,16 +106,16 @@ def test_signals_count_with_their_weights() -> None:
 def test_signals_are_quantised_clamped_and_left_alone_by_none() -> None:
     idx = index()
     store(idx, "a", b"k")
-    assert (idx.describe(b"k").attention, idx.describe(b"k").coherence) == (0.0, 0.0)
+    assert (view(idx, b"k").attention, view(idx, b"k").coherence) == (0.0, 0.0)
     idx.signal(b"k", attention=0.3, coherence=7.0)
-    assert idx.describe(b"k").attention == 19 / 64
-    assert idx.describe(b"k").coherence == 1.0
+    assert view(idx, b"k").attention == 19 / 64
+    assert view(idx, b"k").coherence == 1.0
     idx.signal(b"k", attention=-1.0)
-    assert (idx.describe(b"k").attention, idx.describe(b"k").coherence) == (0.0, 1.0)
+    assert (view(idx, b"k").attention, view(idx, b"k").coherence) == (0.0, 1.0)
     assert not idx.signal(b"unknown", attention=0.5)
     for junk in (float("nan"), "high"):
         assert not idx.signal(b"k", attention=junk)  # type: ignore[arg-type]
-    assert idx.describe(b"k").attention == 0.0
+    assert view(idx, b"k").attention == 0.0
 
 
 def test_signals_go_with_the_block() -> None:
@@ -116,14 +124,14 @@ def test_signals_go_with_the_block() -> None:
     idx.signal(b"k", attention=1.0, coherence=1.0)
     idx.evict(1)
     store(idx, "b", b"k")
-    assert (idx.describe(b"k").attention, idx.describe(b"k").coherence) == (0.0, 0.0)
+    assert (view(idx, b"k").attention, view(idx, b"k").coherence) == (0.0, 0.0)
 
 
 def test_a_signal_in_mid_chain_changes_one_block_only() -> None:
     idx = index(w_recency=0.0, w_reuse=0.0, w_attention=1.0)
     store(idx, "a", b"0", b"1", b"2")
     idx.signal(b"1", attention=1.0)
-    assert [idx.describe(key).attention for key in (b"0", b"1", b"2")] == [0.0, 1.0, 0.0]
+    assert [view(idx, key).attention for key in (b"0", b"1", b"2")] == [0.0, 1.0, 0.0]
     assert [idx.parent(key) for key in (b"0", b"1", b"2")] == [None, b"0", b"1"]
     assert idx.candidates(3) == [b"2", b"1", b"0"]  # leaf-first, whatever a block is worth
 
@@ -151,27 +159,27 @@ def test_reuse_counts_distinct_requests() -> None:
     idx.insert("a", [b"k"])
     for _ in range(5):
         idx.touch("a", [b"k"])
-    assert idx.describe(b"k").reuse == 1
+    assert view(idx, b"k").reuse == 1
     idx.open("b")
     for _ in range(5):
         idx.touch("b", [b"k"])
         idx.touch("a", [b"k"])
-    assert idx.describe(b"k").reuse == 2
-    assert idx.describe(b"k").last == 2
+    assert view(idx, b"k").reuse == 2
+    assert view(idx, b"k").last == 2
 
 
 def test_reuse_is_remembered_past_eviction_but_not_past_a_drop() -> None:
     idx = index()
     for name in "abc":
         store(idx, name, b"k")
-    assert idx.describe(b"k").reuse == 3
+    assert view(idx, b"k").reuse == 3
     idx.evict(1)
     assert b"k" not in idx
     store(idx, "d", b"k")
-    assert idx.describe(b"k").reuse == 4
+    assert view(idx, b"k").reuse == 4
     assert idx.drop(b"k")
     store(idx, "e", b"k")
-    assert idx.describe(b"k").reuse == 1
+    assert view(idx, b"k").reuse == 1
 
 
 def test_memory_of_the_evicted_is_first_in_first_out() -> None:
@@ -181,10 +189,10 @@ def test_memory_of_the_evicted_is_first_in_first_out() -> None:
         idx.evict(1)
     assert idx.ghosts == 2  # twice the one block that was ever resident
     store(idx, "again", b"3")
-    assert idx.describe(b"3").reuse == 2
+    assert view(idx, b"3").reuse == 2
     idx.evict(1)
     store(idx, "forgotten", b"1")
-    assert idx.describe(b"1").reuse == 1
+    assert view(idx, b"1").reuse == 1
 
 
 def test_no_ghosts_when_told_so() -> None:
@@ -192,17 +200,17 @@ def test_no_ghosts_when_told_so() -> None:
     store(idx, "a", b"k")
     idx.evict(1)
     store(idx, "b", b"k")
-    assert (idx.describe(b"k").reuse, idx.ghosts) == (1, 0)
+    assert (view(idx, b"k").reuse, idx.ghosts) == (1, 0)
 
 
 def test_reuse_is_capped_where_the_score_is_one() -> None:
     idx = index()
     for n in range(60):
         store(idx, f"r{n}", b"k")
-    assert idx.describe(b"k").reuse == 53
+    assert view(idx, b"k").reuse == 53
     idx.evict(1)
     store(idx, "again", b"k")
-    assert idx.describe(b"k").reuse == 53
+    assert view(idx, b"k").reuse == 53
 
 
 # --- claims ---------------------------------------------------------------------------------------
@@ -214,12 +222,12 @@ def test_the_highest_claim_stands_while_it_lives() -> None:
     idx.insert("vip", [b"k"])
     for n in range(9):  # long past the half-life: an open request's claim does not age
         store(idx, f"r{n}", b"k", role="tool")
-        view = idx.describe(b"k")
-        assert (view.floor, view.role, view.priority) == (0.6, "user", 4.0)
+        seen = view(idx, b"k")
+        assert (seen.floor, seen.role, seen.priority) == (0.6, "user", 4.0)
     idx.close("vip")
     store(idx, "last", b"k", role="assistant", priority=0.5)
-    view = idx.describe(b"k")
-    assert (view.floor, view.role, view.priority) == (0.5, "assistant", 0.5)
+    seen = view(idx, b"k")
+    assert (seen.floor, seen.role, seen.priority) == (0.5, "assistant", 0.5)
 
 
 def test_a_closed_claim_lives_a_half_life() -> None:
@@ -227,7 +235,7 @@ def test_a_closed_claim_lives_a_half_life() -> None:
     store(idx, "vip", b"k", role="user", priority=4.0)
     for name, priority in (("a", 4.0), ("b", 4.0), ("c", 1.0)):  # ages 1, 2, 3
         store(idx, name, b"k")
-        assert idx.describe(b"k").priority == priority
+        assert view(idx, b"k").priority == priority
 
 
 def test_an_equal_claim_renews() -> None:
@@ -236,17 +244,17 @@ def test_an_equal_claim_renews() -> None:
         store(idx, name, b"k", role="user", priority=4.0)
     store(idx, "four", b"k")
     store(idx, "five", b"k")
-    assert idx.describe(b"k").priority == 4.0
+    assert view(idx, b"k").priority == 4.0
     store(idx, "six", b"k")
-    assert idx.describe(b"k").priority == 1.0
+    assert view(idx, b"k").priority == 1.0
 
 
 def test_floor_and_priority_are_claimed_apart() -> None:
     idx = index()
     store(idx, "role", b"k", role="system", priority=0.5)
     store(idx, "weight", b"k", role="tool", priority=4.0)
-    view = idx.describe(b"k")
-    assert (view.floor, view.role, view.priority) == (0.6, "system", 4.0)
+    seen = view(idx, b"k")
+    assert (seen.floor, seen.role, seen.priority) == (0.6, "system", 4.0)
 
 
 # --- half-life ------------------------------------------------------------------------------------

@@ -14,8 +14,10 @@ NAMES = ("source_type", "priority", "evoke_session")
 
 json_like = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(max_size=4),
-    lambda inner: st.lists(inner, max_size=4)
-    | st.dictionaries(st.text(max_size=8) | st.integers() | st.none(), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(max_size=8) | st.integers() | st.none(), inner, max_size=4)
+    ),
     max_leaves=12,
 )
 tag_like = st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=8), json_like, max_size=5)

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM 0.24.0's own offloading scheduler drives our manager; every restored byte is checked."""
+
+import random
+
+import pytest
+
+pytest.importorskip("vllm", reason="no vLLM here: run `nox -s tests-vllm`")
+
+from tests.vllm.mini_engine import BLOCK, PAGE, MiniEngine, create_spec
+
+pytestmark = pytest.mark.engine
+
+
+def engine(blocks: int, *, factor: int = 1, window: bool = False, **extra: object) -> MiniEngine:
+    spec = create_spec(
+        {"cpu_bytes_to_use": blocks * factor * PAGE, "block_size": factor * BLOCK, **extra},
+        window=window,
+    )
+    assert spec.num_blocks == blocks
+    return MiniEngine(spec, groups=1 + window)
+
+
+def assert_quiet(mini: MiniEngine) -> None:
+    stats = mini.manager.ledger.stats
+    assert (stats.open_requests, stats.pending, stats.held, stats.late) == (0, 0, 0, 0)
+    assert stats.resident + stats.free == stats.capacity
+
+
+def test_a_prompt_comes_back_whole() -> None:
+    mini = engine(20)
+    assert mini.run("abcdefgh") == 0
+    assert mini.run("abcdefgh") == 8 * BLOCK
+    assert mini.run("abcdXY") == 4 * BLOCK
+    assert mini.run("bcdefgh") == 0
+    assert_quiet(mini)
+
+
+def test_blocks_larger_than_the_engines() -> None:
+    """Factor 3: eight engine blocks make two offloaded ones; the rest is computed again."""
+    mini = engine(8, factor=3)
+    mini.run("abcdefgh", chunk=2)
+    assert mini.run("abcdefgh") == 6 * BLOCK
+    assert mini.run("abcdefXYZ") == 6 * BLOCK
+    assert mini.run("abcdefXYZ") == 9 * BLOCK
+    assert_quiet(mini)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 30])
+def test_a_prompt_longer_than_the_tier_keeps_its_head(chunk: int) -> None:
+    mini = engine(6)
+    mini.run("abcdefghijklmnop", chunk=chunk)
+    assert mini.run("abcdefghijklmnop", chunk=chunk) == 6 * BLOCK
+    assert_quiet(mini)
+
+
+def test_a_threshold_warms_a_prompt_in_as_many_requests() -> None:
+    mini = engine(20, store_threshold=3)
+    assert [mini.run("abcdefgh", chunk=3) for _ in range(4)] == [0, 0, 0, 8 * BLOCK]
+
+
+def test_max_offload_tokens_still_works_beside_our_tags() -> None:
+    mini = engine(20)
+    params = {"max_offload_tokens": 3 * BLOCK, "evoke": {"priority": 2.0}}
+    mini.run("abcdefgh", params=params)
+    assert mini.run("abcdefgh") == 3 * BLOCK
+    (head, *_) = mini.manager.ledger.index.candidates(20)[::-1]
+    assert mini.manager.ledger.index.describe(head).priority == 2.0
+
+
+def test_idle_reset_forgets_everything() -> None:
+    mini = engine(20)
+    mini.run("abcd")
+    mini.scheduler.reset_cache()
+    assert mini.run("abcd") == 0
+    assert mini.run("abcd") == 4 * BLOCK
+    assert_quiet(mini)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("factor", "window"), [(1, False), (2, False), (1, True)])
+def test_agents_under_pressure(seed: int, factor: int, window: bool) -> None:
+    """A tree of prompts through a tiny tier: right bytes, heads kept, nothing left behind."""
+    rng = random.Random(seed)
+    mini = engine(14, factor=factor, window=window)
+    roots = ["".join(rng.choices("abcdef", k=12)) for _ in range(5)]
+    hits = 0
+    for _ in range(80):
+        prompt = rng.choice(roots)[: rng.randrange(2, 13)]
+        prompt += "".join(rng.choices("xyz", k=rng.randrange(6)))
+        tags = {
+            "evoke": {"source_type": rng.choice(["user", "tool"]), "priority": rng.choice([1, 2])}
+        }
+        chunk, report = rng.choice([2, 5, 20]), rng.random() < 0.7
+        hits += mini.run(prompt, chunk=chunk, params=tags, report=report)
+    mini.finish_transfers()
+    assert hits > 0
+    assert mini.manager.ledger.stats.evicted > 0
+    assert_quiet(mini)
