@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 REUSE_CAP = 53  # 1 - 2**-53 is the last value below one
+UNKNOWN = b""  # fills a chain where a request has not said what stands there
 HALF_LIFE_START, HALF_LIFE_MIN, HALF_LIFE_MAX = 64, 16, 65_536
 SIGNAL_STEPS = 64
 
@@ -109,7 +110,7 @@ class Request:
     tick: int
     role: str | None
     priority: float
-    chains: dict[int, list[bytes]] = field(default_factory=dict)  # head first, without gaps
+    chains: dict[int, list[bytes]] = field(default_factory=dict)  # head first
     named: set[tuple[int, bytes]] = field(default_factory=set)
     counted: set[bytes] = field(default_factory=set)
 
@@ -159,8 +160,7 @@ class ReferenceIndex:
             walk = list(keys)
         else:
             chain = request.chains.setdefault(group, [])
-            if start > len(chain):
-                keys = []  # nothing says what lies before them
+            chain.extend([UNKNOWN] * (start - len(chain)))
             chain[start : start + len(keys)] = keys
             walk = chain[: start + len(keys)]
         fresh = [key for key in keys if (group, key) not in request.named]
@@ -212,6 +212,7 @@ class ReferenceIndex:
         self, request: Request, key: bytes, group: int, position: int, parent: bytes | None
     ) -> None:
         ghost = self.ghosts.pop(key, None)  # its place in the FIFO stays taken
+        remembered = 0 if ghost is None else ghost.reuse
         self._serial += 1
         self.blocks[key] = Block(
             key=key,
@@ -220,7 +221,7 @@ class ReferenceIndex:
             parent=parent,
             serial=self._serial,
             last=request.tick,
-            reuse=min(REUSE_CAP, (0 if ghost is None else ghost.reuse) + 1),
+            reuse=max(1, min(REUSE_CAP, remembered + (key not in request.counted))),
             floor=Claim(self.rules.floor_of(request.role), request.tick),
             priority=Claim(request.priority, request.tick),
             role=request.role,
