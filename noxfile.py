@@ -182,7 +182,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def typing(session: nox.Session) -> None:
     """mypy: strict for evoke-core, normal for the rest."""
-    session.install(*group("typing", "test", "bench"), "nox", "-e", "packages/evoke-core")
+    session.install(*group("typing", "test", "bench"), "nox", "-e", "packages/evoke-core[cli]")
     session.run("mypy", "--strict", "packages/evoke-core/src")
     session.run(
         "mypy",
@@ -194,27 +194,32 @@ def typing(session: nox.Session) -> None:
 @nox.session(name="tests-core", python=PYTHONS)
 def tests_core(session: nox.Session) -> None:
     """evoke-core without any engine, on every Python."""
-    session.install("-e", "packages/evoke-core", *group("test"))
+    session.install("-e", "packages/evoke-core[cli]", *group("test"))
     run_core_tests(session)
 
 
 @nox.session(name="tests-core-lowest")
 def tests_core_lowest(session: nox.Session) -> None:
     """evoke-core with the oldest requirements it admits."""
-    wheels_only = (f"--only-binary={name}" for name in ("blake3", "numpy"))
-    session.install("--resolution=lowest-direct", *wheels_only, "-e", "packages/evoke-core")
+    wheels_only = (f"--only-binary={name}" for name in ("blake3", "matplotlib", "numpy"))
+    session.install("--resolution=lowest-direct", *wheels_only, "-e", "packages/evoke-core[cli]")
     session.install(*group("test"))
     run_core_tests(session)
 
 
 def run_core_tests(session: nox.Session) -> None:
-    session.run("pytest", "tests/core", "tests/conformance", *session.posargs)
+    session.run("pytest", "tests/core", "tests/conformance", "tests/replay", *session.posargs)
 
 
 @nox.session(name="tests-vllm", python=False)
 def tests_vllm(session: nox.Session) -> None:
     """Every test but evoke-core's own, with a real vLLM on the CPU."""
-    run_engine(session, "-m", "pytest", *(session.posargs or ["--ignore=tests/core"]))
+    run_engine(
+        session,
+        "-m",
+        "pytest",
+        *(session.posargs or ["--ignore=tests/core", "--ignore=tests/replay"]),
+    )
 
 
 @nox.session(name="tests-wheels")

@@ -1,0 +1,85 @@
+"""Generated shapes: the visits they are made of, and their published ceilings."""
+
+import pytest
+
+from evoke_core.replay import Trace, TraceError, generate, hot_cold, loop, replay
+
+
+def visited(trace: Trace) -> list[int]:
+    return [int((trace.sessions[at] or "").removeprefix("context-")) for at in range(len(trace))]
+
+
+def test_loop_goes_round() -> None:
+    trace = loop(contexts=3, blocks=2, rounds=2)
+    assert visited(trace) == [0, 1, 2, 0, 1, 2]
+    assert list(trace.lengths) == [3] * 6
+    assert trace.unique_blocks == 3 * 2 + 6  # every question comes once
+    assert trace.chain(0)[:2] == trace.chain(3)[:2]
+    assert trace.chain(0)[2] != trace.chain(3)[2]
+
+
+def test_hot_cold_visits_the_hot_ones_always_and_the_cold_ones_in_turn() -> None:
+    trace = hot_cold(hot=2, cold=3, cold_per_round=2, blocks=4, cold_blocks=6, rounds=3)
+    assert visited(trace) == [0, 1, 2, 3, 0, 1, 4, 2, 0, 1, 3, 4]
+    assert list(trace.lengths)[:4] == [5, 5, 7, 7]
+
+
+def test_a_seed_shuffles_within_rounds() -> None:
+    order = visited(loop(contexts=6, rounds=3, blocks=1, seed=5))
+    assert order != visited(loop(contexts=6, rounds=3, blocks=1))
+    assert [sorted(order[at : at + 6]) for at in (0, 6, 12)] == [[*range(6)]] * 3
+    assert order == visited(loop(contexts=6, rounds=3, blocks=1, seed=5))
+
+
+def test_shapes_by_name() -> None:
+    trace = generate("w1:contexts=3,rounds=2,blocks=4")
+    assert trace.name == "w1:contexts=3,rounds=2,blocks=4"
+    assert len(trace) == 6
+    assert len(generate("w1s")) == 60
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("w2", "unknown shape 'w2'; known: w1, w1s"),
+        ("w1:speed=3", "unknown parameter 'speed'"),
+        ("w1:rounds=many", "rounds = 'many' is no whole number"),
+        ("w1:rounds=0", "rounds = 0 is not allowed"),
+    ],
+)
+def test_shapes_that_cannot_be(text: str, reason: str) -> None:
+    with pytest.raises(TraceError, match=reason):
+        generate(text)
+
+
+# Block hit ratios of W1 and W1S at 14, 27 and 55% as two other simulators found them.
+PUBLISHED = {
+    ("w1", "lru"): (0.0, 0.0, 0.0),
+    ("w1", "arc"): (0.0, 0.0, 0.0),
+    ("w1", "s3fifo"): (0.0, 0.0, 0.3314),
+    ("w1", "wtinylfu"): (0.0668, 0.2153, 0.5217),  # the better of the two windows
+    ("w1", "min"): (0.1576, 0.3032, 0.6183),
+    ("w1s", "lru"): (0.0, 0.0, 0.3590),
+    ("w1s", "arc"): (0.0, 0.0, 0.3590),
+    ("w1s", "s3fifo"): (0.0, 0.0, 0.4653),
+    ("w1s", "wtinylfu"): (0.1760, 0.3590, 0.5872),
+    ("w1s", "min"): (0.2330, 0.3990, 0.6108),
+}
+
+
+@pytest.mark.parametrize("shape", ["w1", "w1s"])
+def test_published_hit_ratios(shape: str) -> None:
+    budgets = ["14%", "27%", "55%"]
+    policies = ["lru", "arc", "s3fifo", "wtinylfu", "wtinylfu20", "min"]
+    [result] = replay(generate(shape), budgets, policies, jobs=1)
+    found = {
+        (policy, budget): result.cell(policy, budget).block_hits
+        for policy in policies
+        for budget in budgets
+    }
+    for budget in budgets:
+        found["wtinylfu", budget] = max(found["wtinylfu", budget], found["wtinylfu20", budget])
+    for (name, policy), expected in PUBLISHED.items():
+        if name == shape:
+            ratios = [found[policy, budget] for budget in budgets]
+            assert ratios == pytest.approx(expected, abs=6e-5), policy
