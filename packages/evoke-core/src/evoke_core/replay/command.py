@@ -34,7 +34,7 @@ from evoke_core.replay.grid import (
 )
 from evoke_core.replay.readers import DAY, ReaderOptions, read_trace
 from evoke_core.replay.readers.agent_text import load_tokenizer
-from evoke_core.replay.report import plot, table
+from evoke_core.replay.report import heading, plot, table
 from evoke_core.replay.simulate import HALVES
 from evoke_core.replay.tiers import recorded_tags
 from evoke_core.replay.trace import Trace, TraceError
@@ -212,7 +212,8 @@ def replay_command(
     }
     _write(results, settings, json_path, plot_path, bytes_per_block)
     for result in results:
-        console.print(table(result, bytes_per_block))
+        console.print(heading(result), markup=False, soft_wrap=True)
+        console.print(table(result, bytes_per_block, with_gpu=gpu_blocks > 0))
 
 
 def _load(text: str, options: ReaderOptions, notes: Console) -> Trace:

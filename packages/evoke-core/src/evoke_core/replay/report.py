@@ -20,17 +20,22 @@ _COLOURS = ("#0b6e99", "#d1495b", "#3a7d44", "#b07aa1", "#e08e1b", "#5b5ea6", "#
 _MARKERS = "osD^vPXh"
 
 
-def table(result: TraceResult, bytes_per_block: int | None = None) -> Table:
-    """Return one trace's hit ratios: a row for each budget and policy."""
-    with_gpu = any(cell.counts.gpu_blocks for cell in result.cells)
+def heading(result: TraceResult) -> str:
+    """Return one line that says what was replayed."""
     requests = result.cells[0].counts.requests if result.cells else 0
     counted = "" if requests == result.requests else f", {requests:,} of them counted"
-    title = (
+    return (
         f"{result.name}: {result.requests:,} requests{counted},"
-        f" {result.unique_blocks:,} different blocks of {result.tokens_per_block} tokens,"
-        f" nothing evicted {result.ceiling:.4f}"
+        f" {result.unique_blocks:,} different blocks of {result.tokens_per_block} tokens;"
+        f" block hits if nothing were evicted: {result.ceiling:.4f}"
     )
-    grid = Table(title=title, title_justify="left")
+
+
+def table(
+    result: TraceResult, bytes_per_block: int | None = None, *, with_gpu: bool = False
+) -> Table:
+    """Return one trace's hit ratios: a row for each budget and policy."""
+    grid = Table()
     grid.add_column("budget")
     grid.add_column("blocks", justify="right")
     if bytes_per_block:

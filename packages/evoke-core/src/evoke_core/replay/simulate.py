@@ -25,8 +25,8 @@ class Counts:
 
     ``hit_*`` includes what the GPU cache served, ``gpu_*`` is that part alone. A request is a hit
     if at least half of its tokens were found (the first block of a shared instruction alone, which
-    nearly every request finds, spares nobody a wait). ``seconds`` is the time the replay took, uncounted
-    requests included.
+    nearly every request finds, spares nobody a wait). ``seconds`` is the time the replay took,
+    uncounted requests included.
     """
 
     requests: int = 0
