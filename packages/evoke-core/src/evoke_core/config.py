@@ -8,7 +8,7 @@ touching its launch command.
 import difflib
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from attrs import field, fields, frozen
@@ -175,12 +175,19 @@ def _apply_environment(
                     " (from the environment)"
                 )
             floors[variable[len(_FLOOR_PREFIX) :].lower()] = value
-        elif difflib.get_close_matches(variable, [*variables, _FLOOR_PREFIX], cutoff=0.75):
+        elif _misspelt(variable, variables):
             raise ConfigError(_unknown(variable, tuple(variables), "the environment"))
     if floors:
         base = given.get("source_floors", DEFAULT_FLOORS)
         given["source_floors"] = {**base, **floors} if isinstance(base, Mapping) else base
         origin.setdefault("source_floors", f"environment variables {_FLOOR_PREFIX}*")
+
+
+def _misspelt(variable: str, known: Iterable[str]) -> bool:
+    """Say whether a variable looks like one of ours, misspelt."""
+    names = [*known, *(_FLOOR_PREFIX + role.upper() for role in DEFAULT_FLOORS)]
+    bare = [name.removeprefix("EVOKE_") for name in names]
+    return bool(difflib.get_close_matches(variable.removeprefix("EVOKE_"), bare, cutoff=0.65))
 
 
 def _parse_number(text: str) -> float | str:

@@ -6,7 +6,8 @@ order if and only if it is a leaf whose last block is not held (or, after a hold
 until a selection meets it).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 from evoke_core.order import LeafOrder
 from evoke_core.policies import Policy
@@ -28,6 +29,12 @@ class Forest:
         self.holds.clear()
         self._orphans.clear()
         self._order.clear()
+
+    def advance(self, clock: int, *, rescored: bool) -> None:
+        """A request begins; ``rescored`` if the policy's scores have changed."""
+        if rescored:
+            self._order.rescore()
+        self._order.advance(clock)
 
     # --- looking ---
 
@@ -59,8 +66,7 @@ class Forest:
         if hold:
             self.holds.update(dict.fromkeys(keys, 1))
             run.held = len(keys)
-        if self._orphans:
-            run.children = self._orphans.pop(keys[-1], 0)
+        run.children = self._orphans.pop(keys[-1], 0) if self._orphans else 0
         if run.parent_key is not None:
             above = self.runs.get(run.parent_key)
             if above is None:
@@ -180,13 +186,28 @@ class Forest:
     # --- victims ---
 
     def select(
-        self, n: int, clock: int, half_life: float, limit: Callable[[Run, int], int]
+        self,
+        n: int,
+        half_life: float,
+        limit: Callable[[Run, int], int],
+        drafts: Sequence[Run] = (),
     ) -> list[tuple[Run, int]]:
         """Plan ``n`` evictions, see :meth:`LeafOrder.select`; then apply it or not, and
-        :meth:`restore`. ``limit(run, room)`` lowers how many of a run's last blocks may go."""
+        :meth:`restore`. ``limit(run, room)`` lowers how many of a run's last blocks may go.
+
+        ``drafts`` are runs of one chain, head first (or of a window group), that are not filed yet
+        and compete for room: steps that name them are refusals.
+        """
+        drafted_parent: dict[Run, Run | None] = dict.fromkeys(drafts)
+        if not drafts or not drafts[0].windowed:
+            for above, draft in pairwise(drafts):
+                drafted_parent[draft] = above
+                above.children = 1
 
         def available(run: Run) -> int:
             room = len(run.keys)
+            if run in drafted_parent:
+                return room
             if run.held:
                 room = tail_length(run.keys, lambda key: key not in self.holds)
                 if room == 0:
@@ -194,7 +215,11 @@ class Forest:
                     return 0
             return limit(run, room)
 
-        return self._order.select(n, clock, half_life, available, self.parent)
+        def parent(run: Run) -> Run | None:
+            return drafted_parent[run] if run in drafted_parent else self.parent(run)
+
+        challengers = [draft for draft in drafts if draft.children == 0]
+        return self._order.select(n, half_life, available, parent, challengers)
 
     def restore(self) -> None:
         self._order.restore()

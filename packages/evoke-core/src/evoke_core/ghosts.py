@@ -1,53 +1,56 @@
-"""What is remembered of evicted blocks: how many distinct requests had touched them.
+"""What is remembered of blocks that are no longer resident: the history they had.
 
-Guarantees: at most ``limit`` entries, first evicted first forgotten, every operation O(1). A block
-that becomes resident again is taken out of the memory, but its place in the queue stays occupied
-until it reaches the front, which keeps the queue a plain deque of keys.
+Guarantees: at most ``limit`` places, first in, first forgotten, every operation O(1) per block. A
+block that becomes resident again is taken out of the memory, but its place stays occupied until it
+reaches the front. Blocks that left together share one record.
 """
 
 from collections import deque
+from collections.abc import Callable
 
-# An entry packs the serial number of its place in the queue above the count.
-_COUNT_BITS = 6
-_COUNT_MASK = (1 << _COUNT_BITS) - 1
+from evoke_core.history import Past
 
 
 class GhostMemory:
-    """Reuse counts of blocks that are no longer resident."""
+    """Histories of blocks that are no longer resident."""
 
-    def __init__(self) -> None:
-        self._entries: dict[bytes, int] = {}
-        self._queue: deque[bytes] = deque()
-        self._front = 0  # serial number of the queue's first place
+    def __init__(self, on_forget: Callable[[Past, int], None]) -> None:
+        self._on_forget = on_forget
+        self._entries: dict[bytes, Past] = {}
+        self._queue: deque[tuple[Past, list[bytes]]] = deque()
+        self._places = 0
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def remember(self, keys: list[bytes], count: int, limit: int) -> None:
-        """Add evicted blocks, all with the same ``count`` (below 64), then forget beyond ``limit``.
+    def remember(self, keys: list[bytes], past: Past, limit: int) -> None:
+        """Add blocks that leave together, first to be forgotten first; forget beyond ``limit``."""
+        entries = self._entries
+        entries.update(dict.fromkeys(keys, past))
+        self._queue.append((past, keys[::-1]))
+        self._places += len(keys)
+        while self._places > limit:
+            oldest, reversed_keys = self._queue[0]
+            n = min(self._places - limit, len(reversed_keys))
+            gone = reversed_keys[-n:]
+            del reversed_keys[-n:]
+            self._places -= n
+            if not reversed_keys:
+                self._queue.popleft()
+            # A block that came back and left again since has a record of its own.
+            alive = [key for key in gone if entries.get(key) is oldest]
+            for key in alive:
+                del entries[key]
+            if alive:
+                self._on_forget(oldest, len(alive))
 
-        Precondition: none of the keys is in the memory.
-        """
-        entries, queue = self._entries, self._queue
-        first = self._front + len(queue) << _COUNT_BITS | count
-        step = 1 << _COUNT_BITS
-        entries.update(zip(keys, range(first, first + step * len(keys), step), strict=True))
-        queue.extend(keys)
-        end = self._front + max(0, len(queue) - limit)
-        for place in range(self._front, end):
-            key = queue.popleft()
-            entry = entries.pop(key, None)
-            if entry is not None and entry >> _COUNT_BITS != place:
-                entries[key] = entry  # it came back and left again since: a later place is its own
-        self._front = end
-
-    def recall(self, keys: list[bytes]) -> list[int]:
-        """Take blocks out of the memory; return their counts, 0 for one that is not remembered."""
+    def recall(self, keys: list[bytes]) -> list[Past | None]:
+        """Take blocks out of the memory; return their histories, None for one not remembered."""
         if self._entries.keys().isdisjoint(keys):
-            return [0] * len(keys)
-        return [self._entries.pop(key, 0) & _COUNT_MASK for key in keys]
+            return [None] * len(keys)
+        return [self._entries.pop(key, None) for key in keys]
 
     def clear(self) -> None:
         self._entries.clear()
-        self._front += len(self._queue)
         self._queue.clear()
+        self._places = 0

@@ -23,6 +23,7 @@ from evoke_core.config import EvokeConfig
 from evoke_core.forest import Forest, tail_length
 from evoke_core.ghosts import GhostMemory
 from evoke_core.half_life import HalfLife
+from evoke_core.history import History, Past
 from evoke_core.policies import POLICIES, Policy
 from evoke_core.requests import Chain, OpenRequest
 from evoke_core.runs import MAX_REUSE, Run, shared_length
@@ -45,6 +46,15 @@ class Evicted:
     last: int
     role: str | None
     group: int
+
+
+@frozen
+class Admission:
+    """What :meth:`RetentionIndex.admit` decided."""
+
+    added: list[bytes]
+    refused: list[bytes]
+    evicted: list[Evicted]
 
 
 @frozen
@@ -83,12 +93,15 @@ class RetentionIndex:
     ) -> None:
         self.config = EvokeConfig() if config is None else config
         self.clock = 0
-        self._forest = Forest(policy or POLICIES[self.config.policy](self.config))
+        self._policy = policy or POLICIES[self.config.policy](self.config)
+        self._forest = Forest(self._policy)
         self._runs = self._forest.runs
         self._window_groups = frozenset(window_groups)
         self._half_life = HalfLife.of(self.config.recency_half_life)
-        self._ghosts = GhostMemory()
+        self._ghosts = GhostMemory(self._policy.forget)
         self._peak = 0
+        self._named = 0
+        self._ever_full = False
         self._requests: dict[str, OpenRequest] = {}
         self._open_ticks: set[int] = set()
 
@@ -103,6 +116,8 @@ class RetentionIndex:
         floor = self.config.source_floors.get(tags.source_type or "", 0.0)
         self._requests[request_id] = OpenRequest(request_id, self.clock, now, tags, floor)
         self._open_ticks.add(self.clock)
+        rescored = self._policy.advance(self.clock, self._peak)
+        self._forest.advance(self.clock, rescored=rescored)
 
     def close(self, request_id: str) -> None:
         """End a request. Its blocks stay; its own bookkeeping is released."""
@@ -136,43 +151,50 @@ class RetentionIndex:
             return self._touch_windows(request, keys, group)
         chain = request.chain(group)
         fresh = chain.record(keys if isinstance(keys, list) else list(keys), start)
+        self._named += len(fresh)
         self._advance(request, chain, start + len(keys))
         return fresh
 
     def insert(
-        self,
-        request_id: str,
-        keys: Sequence[bytes],
-        *,
-        group: int = 0,
-        start: int = 0,
-        hold: bool = False,
+        self, request_id: str, keys: Sequence[bytes], *, group: int = 0, start: int = 0
     ) -> list[bytes]:
         """Note that ``keys`` are resident now; return those that were not before.
 
         The engine owns the slots, so anything is accepted, a block whose parent is missing too.
-        ``hold`` holds each new block once.
         """
         self.touch(request_id, keys, group=group, start=start)
         request = self._requests.get(request_id)
         if request is None:
             return []
-        if group in self._window_groups:
-            added = []
-            for position, key in enumerate(keys, start):
-                if key not in self._runs:
-                    counted = request.windows[group][key]
-                    remembered = self._ghosts.recall([key])[0]
-                    reuse = min(MAX_REUSE, max(1, remembered + (not counted)))
-                    run = self._new_run(request, [key], group, position, None, reuse)
-                    self._forest.add(run, hold=hold)
-                    request.windows[group][key] = True
-                    added.append(key)
+        missing = self._missing(request, keys, group, start)
+        return self._file(request, self._draft(request, group, missing), hold=False)
+
+    def admit(
+        self, request_id: str, keys: Sequence[bytes], room: int, *, group: int = 0, start: int = 0
+    ) -> Admission:
+        """Make those of ``keys`` resident, and held, that deserve it; ``room`` blocks are free.
+
+        Where room is short, the lowest-ranked leaves go. Under a policy that admits, the new blocks
+        compete; under any other they are refused only when nothing is left to evict. Refusals come
+        from the tail of the chain, and the request's own chain stays.
+        """
+        self.touch(request_id, keys, group=group, start=start)
+        request = self._requests.get(request_id)
+        if request is None:
+            return Admission([], list(keys), [])
+        missing = self._missing(request, keys, group, start)
+        shortage = sum(len(stretch) for _, stretch in missing) - room
+        if shortage > 0:
+            self._note_full()
+        if self._policy.admits:
+            drafts = self._draft(request, group, missing)
+            refused, evicted = self._compete(drafts, shortage, request_id)
         else:
-            added = self._insert_chain(request, group, start, start + len(keys), hold)
-        self._half_life.note_inserted(len(added))
-        self._peak = max(self._peak, len(self._runs))
-        return added
+            evicted = self.evict(shortage, protect=request_id)
+            shortage -= sum(len(batch.keys) for batch in evicted)
+            refused = _cut(missing, shortage)
+            drafts = self._draft(request, group, missing)
+        return Admission(self._file(request, drafts, hold=True), refused, evicted)
 
     def drop(self, key: bytes, reason: str = "engine") -> bool:
         """Note that a block is gone, whatever it was; False if it was not resident.
@@ -183,10 +205,13 @@ class RetentionIndex:
         if key not in self._runs:
             return False
         if reason == CAPACITY:
+            self._note_full()
             self._half_life.note_eviction(len(self._runs), self.clock)
         run = self._forest.remove(key)
         if reason == CAPACITY:
-            self._remember([key], run.reuse)
+            self._remember([key], run)
+        else:
+            self._policy.forget(run, 1)
         return True
 
     def signal(
@@ -264,12 +289,11 @@ class RetentionIndex:
         """Drop up to ``n`` blocks, in the order of :meth:`candidates`, and remember their reuse."""
         if n <= 0:
             return []
+        self._note_full()
         self._half_life.note_eviction(len(self._runs), self.clock)
         evicted = []
         for run, count in self._select(n, protect, None):
-            keys = self._forest.remove_tail(run, count)
-            self._remember(keys, run.reuse)
-            evicted.append(Evicted(keys, run.last, run.role, run.group))
+            evicted.append(self._evict(run, count))
         self._forest.restore()
         return evicted
 
@@ -359,13 +383,22 @@ class RetentionIndex:
 
     # --- history, run by run ---
 
-    def _remember(self, keys: list[bytes], count: int) -> None:
-        self._ghosts.remember(keys, count, int(self.config.ghost_factor * self._peak))
+    def _remember(self, keys: list[bytes], history: History) -> None:
+        limit = int(self.config.ghost_factor * self._peak) + self._policy.ghosts_at_least
+        self._ghosts.remember(keys, Past.of(history), limit)
+
+    def _note_full(self) -> None:
+        """The pool overflows: the first time, the policy learns how large it is."""
+        if not self._ever_full:
+            self._ever_full = True
+            self._policy.begin(self._peak, self._named / max(1, self.clock))
+            self._forest.advance(self.clock, rescored=True)
 
     def _count(self, run: Run, request: OpenRequest) -> None:
         """Add ``request`` to the history of all of ``run``."""
 
         def change() -> None:
+            run.gap = self._policy.used(run, request.tick, len(run.keys))
             run.last = max(run.last, request.tick)
             run.reuse = min(run.reuse + 1, MAX_REUSE)
             if request.floor >= run.floor or self._lapsed(run.floor_tick):
@@ -373,6 +406,7 @@ class RetentionIndex:
                 run.role = request.tags.source_type
             if request.tags.priority >= run.priority or self._lapsed(run.priority_tick):
                 run.priority, run.priority_tick = request.tags.priority, request.tick
+            self._policy.entered(run, len(run.keys))
 
         self._forest.rerank(run, change)
 
@@ -400,80 +434,150 @@ class RetentionIndex:
 
     # --- insertion ---
 
-    def _insert_chain(
-        self, request: OpenRequest, group: int, start: int, end: int, hold: bool
-    ) -> list[bytes]:
-        chain = request.chain(group)
-        added: list[bytes] = []
+    def _missing(
+        self, request: OpenRequest, keys: Sequence[bytes], group: int, start: int
+    ) -> list[tuple[int, list[bytes]]]:
+        """Return the stretches of ``keys`` that are not resident, each with its position.
+
+        A stretch of a window group is a single block.
+        """
+        if group in self._window_groups:
+            return [
+                (position, [key])
+                for position, key in enumerate(dict.fromkeys(keys), start)
+                if key not in self._runs
+            ]
+        missing: list[tuple[int, list[bytes]]] = []
+        taken: set[bytes] = set()
+        chain = request.chain(group).keys
         position = start
-        end = min(end, len(chain.keys))
+        end = min(start + len(keys), len(chain))
         while position < end:
-            if chain.keys[position] in self._runs:
-                run = self._forest.at(chain.keys[position], position)
+            if chain[position] in self._runs:
+                run = self._forest.at(chain[position], position)
                 position += 1
                 if run is not None:  # the run may branch off this chain before it ends
-                    shared = shared_length(run.keys, chain.keys, run.start)
-                    position = max(position, run.start + shared)
+                    position = max(position, run.start + shared_length(run.keys, chain, run.start))
                 continue
-            stretch = chain.keys[position:end]
+            stretch = chain[position:end]
             if not self._runs.keys().isdisjoint(stretch):
                 stretch = stretch[: next(i for i, key in enumerate(stretch) if key in self._runs)]
-            if len(set(stretch)) < len(stretch):  # no chain: keep what precedes the repetition
-                stretch = stretch[: next(i for i, key in enumerate(stretch) if key in stretch[:i])]
-            self._insert_stretch(request, group, position, stretch, hold)
-            added += stretch
-            chain.mark(position, position + len(stretch))
+            taken.update(stretch)
+            if len(taken) < sum(len(part) for _, part in missing) + len(stretch):
+                break  # a key twice: this is no chain, and nothing more is promised
+            missing.append((position, stretch))
             position += len(stretch)
-        self._advance(request, chain, end)
-        return added
+        return missing
 
-    def _insert_stretch(
-        self, request: OpenRequest, group: int, start: int, keys: list[bytes], hold: bool
-    ) -> None:
-        """Add consecutive missing blocks, one run for each stretch of equal remembered reuse."""
+    def _draft(
+        self, request: OpenRequest, group: int, missing: list[tuple[int, list[bytes]]]
+    ) -> list[Run]:
+        """Return runs for missing stretches, this request in their history, not filed yet.
+
+        One run for each part that was evicted together, or never was resident.
+        """
+        drafts = []
+        for start, keys in missing:
+            pasts = self._ghosts.recall(keys)
+            counted = self._counted(request, group, start, keys)
+            begin = 0
+            for at in range(1, len(keys) + 1):
+                if (
+                    at == len(keys)
+                    or pasts[at] is not pasts[begin]
+                    or counted[at] != counted[begin]
+                    or self._forest.awaited(keys[at - 1])
+                ):
+                    run = self._new_run(request, keys[begin:at], group, start + begin)
+                    self._inherit(run, pasts[begin], counted[begin])
+                    drafts.append(run)
+                    begin = at
+        return drafts
+
+    @staticmethod
+    def _counted(request: OpenRequest, group: int, start: int, keys: list[bytes]) -> Sequence[bool]:
+        """Say of each block whether it has the request in its history already."""
+        if group in request.windows:
+            return [request.windows[group][key] for key in keys]
         chain = request.chain(group)
-        parent_key = chain.keys[start - 1] if start else None
-        counts = [min(MAX_REUSE, count + 1) for count in self._ghosts.recall(keys)]
-        if chain.ahead or chain.counted > start:
-            counts = [
-                max(1, count - chain.has_counted(position))
-                for position, count in enumerate(counts, start)
-            ]
-        begin = 0
-        for at in range(1, len(keys) + 1):
-            if at == len(keys) or counts[at] != counts[begin] or self._forest.awaited(keys[at - 1]):
-                stretch = keys[begin:at]
-                run = self._new_run(
-                    request, stretch, group, start + begin, parent_key, counts[begin]
-                )
-                self._forest.add(run, hold=hold)
-                parent_key = keys[at - 1]
-                begin = at
+        if chain.counted <= start and not chain.ahead:
+            return [False] * len(keys)
+        return [chain.has_counted(position) for position in range(start, start + len(keys))]
 
-    def _new_run(
-        self,
-        request: OpenRequest,
-        keys: list[bytes],
-        group: int,
-        start: int,
-        parent_key: bytes | None,
-        reuse: int,
-    ) -> Run:
+    def _new_run(self, request: OpenRequest, keys: list[bytes], group: int, start: int) -> Run:
+        windowed = group in self._window_groups
         return Run(
             keys=keys,
             group=group,
             start=start,
-            parent_key=parent_key,
+            parent_key=None if windowed or start == 0 else request.chain(group).keys[start - 1],
             last=request.tick,
-            reuse=reuse,
+            reuse=1,
             floor=request.floor,
             floor_tick=request.tick,
             role=request.tags.source_type,
             priority=request.tags.priority,
             priority_tick=request.tick,
             serial=self._forest.next_serial(),
-            windowed=group in self._window_groups,
+            windowed=windowed,
         )
+
+    def _inherit(self, run: Run, past: Past | None, counted: bool) -> None:
+        """Give a new run the history that is remembered of its blocks."""
+        if past is not None and counted:
+            self._policy.forget(past, len(run.keys))  # the same use, filed under a new tick
+            run.reuse, run.gap = past.reuse, past.gap
+        elif past is not None:
+            run.gap = self._policy.used(past, run.last, len(run.keys))
+            run.reuse = min(past.reuse + 1, MAX_REUSE)
+        self._policy.entered(run, len(run.keys))
+
+    def _compete(
+        self, drafts: list[Run], shortage: int, request_id: str
+    ) -> tuple[list[bytes], list[Evicted]]:
+        """Let new runs and resident leaves compete; shorten the drafts that lose."""
+        refused: list[bytes] = []
+        evicted: list[Evicted] = []
+        if shortage <= 0:
+            return refused, evicted
+        self._half_life.note_eviction(len(self._runs), self.clock)
+        drafted = set(drafts)
+        for run, count in self._select(shortage, request_id, None, drafts):
+            if run in drafted:
+                losing = run.keys[-count:]
+                del run.keys[-count:]
+                losing.reverse()
+                self._remember(losing, run)
+                refused += losing
+            else:
+                evicted.append(self._evict(run, count))
+        self._forest.restore()
+        refused.reverse()
+        return refused, evicted
+
+    def _evict(self, run: Run, count: int) -> Evicted:
+        keys = self._forest.remove_tail(run, count)
+        self._remember(keys, run)
+        return Evicted(keys, run.last, run.role, run.group)
+
+    def _file(self, request: OpenRequest, drafts: list[Run], *, hold: bool) -> list[bytes]:
+        """Make what is left of the drafts resident; return the keys."""
+        added: list[bytes] = []
+        for run in drafts:
+            if not run.keys:
+                continue
+            added += run.keys
+            if run.windowed:
+                request.windows[run.group][run.keys[0]] = True
+            else:
+                request.chain(run.group).mark(run.start, run.start + len(run.keys))
+            self._forest.add(run, hold=hold)
+        if added and not drafts[0].windowed:  # a closed gap may have made more of the chain count
+            chain = request.chain(drafts[0].group)
+            self._advance(request, chain, drafts[-1].start + len(drafts[-1].keys))
+        self._half_life.note_inserted(len(added))
+        self._peak = max(self._peak, len(self._runs))
+        return added
 
     # --- window groups and victims ---
 
@@ -490,7 +594,11 @@ class RetentionIndex:
         return fresh
 
     def _select(
-        self, n: int, protect: str | None, eligible: Callable[[bytes], bool] | None
+        self,
+        n: int,
+        protect: str | None,
+        eligible: Callable[[bytes], bool] | None,
+        drafts: Sequence[Run] = (),
     ) -> list[tuple[Run, int]]:
         request = self._requests.get(protect) if protect is not None else None
 
@@ -501,7 +609,20 @@ class RetentionIndex:
                 room = min(room, tail_length(run.keys, eligible))
             return room
 
-        return self._forest.select(n, self.clock, self.half_life, limit)
+        return self._forest.select(n, self.half_life, limit, drafts)
+
+
+def _cut(missing: list[tuple[int, list[bytes]]], n: int) -> list[bytes]:
+    """Take the last ``n`` blocks out of the stretches; return them, head first."""
+    refused: list[bytes] = []
+    while n > 0 and missing:
+        start, keys = missing.pop()
+        kept = max(0, len(keys) - n)
+        refused = keys[kept:] + refused
+        n -= len(keys) - kept
+        if kept:
+            missing.append((start, keys[:kept]))
+    return refused
 
 
 def _own_length(run: Run, request: OpenRequest) -> int:

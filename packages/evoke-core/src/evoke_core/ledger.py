@@ -21,7 +21,7 @@ from typing import Literal
 from attrs import frozen
 
 from evoke_core.config import EvokeConfig
-from evoke_core.index import CAPACITY, RetentionIndex
+from evoke_core.index import CAPACITY, Evicted, RetentionIndex
 from evoke_core.policies import Policy
 from evoke_core.tags import UNTAGGED, RequestTags, TagProblem
 
@@ -237,19 +237,15 @@ class BlockLedger:
         self._ticket += 1
         self.touch(request_id, keys, group=group, start=start)
         wanted = self._admissible(request_id, keys, group, start)
-        granted = self._missing(dict.fromkeys(wanted))
-        evicted: list[bytes] = []
-        shortage = len(granted) + len(self.index) - self.capacity
-        if shortage > 0:
-            evicted = self._make_room(shortage, request_id)
-            if len(evicted) < shortage:
-                fitting = len(granted) - shortage + len(evicted)
-                self._refuse(granted[fitting:], "no room", group)
-                del granted[fitting:]
+        if not wanted:
+            return Reservation([], [], [], self._ticket)
+        room = self.capacity - len(self.index)
+        admission = self.index.admit(request_id, wanted, room, group=group, start=start)
+        evicted = self._note_evicted(admission.evicted)
+        self._refuse(admission.refused, "no room", group)
+        granted = admission.added
         if not granted:
             return Reservation([], [], evicted, self._ticket)
-        stretch = wanted[: wanted.index(granted[-1]) + 1]
-        granted = self.index.insert(request_id, stretch, group=group, start=start, hold=True)
         slots = self._take_slots(len(granted))
         transfer = _Transfer(
             request_id,
@@ -358,9 +354,9 @@ class BlockLedger:
         gone = set(refused)
         return [key for key in keys if key not in gone]
 
-    def _make_room(self, n: int, request_id: str) -> list[bytes]:
+    def _note_evicted(self, batches: list[Evicted]) -> list[bytes]:
         evicted: list[bytes] = []
-        for batch in self.index.evict(n, protect=request_id):
+        for batch in batches:
             self._freed += [self._ready.pop(key) for key in batch.keys]
             age = self.index.clock - batch.last
             self._decide("evicted", batch.keys, CAPACITY, age, batch.role, batch.group)

@@ -11,7 +11,7 @@ and skipped when they surface; a heap is rebuilt when stale entries outnumber li
 """
 
 from bisect import insort
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from heapq import heapify, heappop, heappush
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -56,12 +56,14 @@ class LeafOrder:
         self._policy = policy
         self._classes: dict[Hashable, RankClass] = {}
         self._by_bound: list[RankClass] = []
+        self._clock = 0
+        self._due: dict[int, list[LeafEntry]] = {}  # tick -> leaves that change class at it
         self._pushes = 0
         self._popped: list[tuple[RankClass, LeafEntry]] = []
 
     def add(self, run: "Run") -> None:
         """Give ``run``, a leaf without a place, its place."""
-        key = self._policy.class_key(run)
+        key = self._policy.class_key(run, self._clock)
         rank_class = self._classes.get(key)
         if rank_class is None:
             rank_class = RankClass(key, self._policy.bound(key))
@@ -73,9 +75,27 @@ class LeafOrder:
         rank_class.live += 1
         heap = rank_class.heap
         heappush(heap, entry)
+        moves_at = self._policy.moves_at(key, run.last)
+        if moves_at is not None:
+            self._due.setdefault(moves_at, []).append(entry)
         if len(heap) > 2 * rank_class.live + _STALE_SLACK:
             heap[:] = [entry for entry in heap if entry[-1].entry is entry]
             heapify(heap)
+
+    def advance(self, clock: int) -> None:
+        """Let time pass to ``clock``: leaves whose class changes by age alone move."""
+        self._clock = clock
+        for entry in self._due.pop(clock, ()):
+            run = entry[-1]
+            if run.entry is entry:
+                self.discard(run)
+                self.add(run)
+
+    def rescore(self) -> None:
+        """The policy's scores have changed: sort the classes anew."""
+        for rank_class in self._by_bound:
+            rank_class.bound = self._policy.bound(rank_class.key)
+        self._by_bound.sort(key=attrgetter("bound"))
 
     def discard(self, run: "Run") -> None:
         """Take ``run``'s place away, if it has one."""
@@ -87,16 +107,17 @@ class LeafOrder:
     def select(
         self,
         n: int,
-        clock: int,
         half_life: float,
         available: Callable[["Run"], int],
         parent: Callable[["Run"], "Run | None"],
+        challengers: Sequence["Run"] = (),
     ) -> list[tuple["Run", int]]:
         """Plan ``n`` evictions: steps ``(run, count)``, each taking a run's last remaining blocks.
 
         Fewer than ``n`` blocks when no leaf is left. ``available`` says how many blocks at a run's
-        end may go; the parent of a run that goes whole is considered next. The caller applies the
-        plan or not, then calls :meth:`restore`.
+        end may go; the parent of a run that goes whole is considered next. ``challengers``
+        are leaves that compete although they have no place. The caller applies the plan or not,
+        then calls :meth:`restore`.
         """
         frontier: list[_Candidate] = []
         gone: dict[Run, int] = {}  # parent run -> children that this plan removes
@@ -107,9 +128,12 @@ class LeafOrder:
             entry: LeafEntry | None, key: Hashable, source: RankClass | None, room: int
         ) -> None:
             if entry is not None:
-                score = self._policy.score(key, clock - entry[0], half_life)
+                score = self._policy.score(key, self._clock - entry[0], half_life)
                 heappush(frontier, (score, entry, source, room, len(entry[-1].keys) - room))
 
+        for run in challengers:
+            key = self._policy.class_key(run, self._clock)
+            offer(self._entry(run), key, None, len(run.keys))
         while n > 0:
             while opened < len(self._by_bound) and (
                 not frontier or self._by_bound[opened].bound <= frontier[0][0]
@@ -139,7 +163,8 @@ class LeafOrder:
             elif kept == 0 and (above := parent(run)) is not None:
                 gone[above] = gone.get(above, 0) + 1
                 if gone[above] == above.children and (room := available(above)):
-                    offer(self._entry(above), self._policy.class_key(above), None, room)
+                    key = self._policy.class_key(above, self._clock)
+                    offer(self._entry(above), key, None, room)
         self._forget_empty(opened)
         return plan
 
@@ -154,6 +179,7 @@ class LeafOrder:
         """Forget all leaves. The runs' own ``entry`` is left as it is: they are forgotten too."""
         self._classes.clear()
         self._by_bound.clear()
+        self._due.clear()
 
     def _entry(self, run: "Run") -> LeafEntry:
         self._pushes += 1

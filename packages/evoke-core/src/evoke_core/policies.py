@@ -3,37 +3,72 @@
 A policy sorts blocks into *rank classes* and must keep one promise, which makes exact victim
 selection cheap: within a class, a block touched earlier never scores higher. So the lowest block of
 a class is its least recently touched one, and a search compares one block per class instead of
-scanning the pool.
-
-Policies hold no state: the index keeps the history and the half-life.
+scanning the pool. Where age changes the order between blocks of equal past, a policy makes age part
+of the class and says when a block moves to the next.
 """
 
 import math
 from collections.abc import Callable, Hashable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
+
+from evoke_core.history import History
 
 if TYPE_CHECKING:
     from evoke_core.config import EvokeConfig
     from evoke_core.runs import Run
 
 
-class Policy(Protocol):
-    """A ranking of blocks."""
+class Policy:
+    """A ranking of blocks. Subclasses define the first three methods; the others do nothing."""
 
-    def class_key(self, run: "Run") -> Hashable:
+    admits = False
+    """Whether a new block must beat the blocks that would make room for it."""
+
+    ghosts_at_least = 0
+    """Evicted blocks to remember in addition to ``ghost_factor`` per resident one."""
+
+    def class_key(self, run: "Run", clock: int) -> Hashable:
         """Return what ``run``'s blocks share with every block of the same rank class."""
+        raise NotImplementedError
 
     def bound(self, key: Hashable) -> float:
         """Return a lower bound of the class's scores over all ages."""
+        raise NotImplementedError
 
     def score(self, key: Hashable, age: int, half_life: float) -> float:
         """Return the score of a block of this class, ``age`` requests after its last touch.
 
-        Must not rise with ``age``.
+        Must not rise with ``age`` within a class.
         """
+        raise NotImplementedError
+
+    def moves_at(self, key: Hashable, last: int) -> int | None:
+        """Return the tick at which a block of this class, last touched at ``last``, changes class
+        by age alone; None for never."""
+        return None
+
+    def begin(self, capacity: int, chain_length: float) -> None:
+        """The pool is full for the first time: ``capacity`` blocks, and blocks per request."""
+
+    def advance(self, clock: int, capacity: int) -> bool:
+        """A request begins. Return True if scores have changed."""
+        return False
+
+    def used(self, past: History, tick: int, blocks: int) -> int:
+        """Blocks with this past are used by the request with this tick, and leave it behind.
+
+        Returns the gap to keep in their history.
+        """
+        return 0
+
+    def entered(self, history: History, blocks: int) -> None:
+        """Blocks have this history now: they are new, or were used."""
+
+    def forget(self, past: History, blocks: int) -> None:
+        """Blocks with this past will not be recognised again."""
 
 
-class ScoredPolicy:
+class ScoredPolicy(Policy):
     """The seed formula, to the letter::
 
         priority * (floor + (1 - floor) * (w_recency * recency + w_reuse * reuse
@@ -51,7 +86,7 @@ class ScoredPolicy:
             config.w_coherence,
         )
 
-    def class_key(self, run: "Run") -> Hashable:
+    def class_key(self, run: "Run", clock: int) -> Hashable:
         return (run.priority, run.floor, run.reuse, run.attention, run.coherence)
 
     def bound(self, key: Hashable) -> float:
@@ -72,10 +107,10 @@ class ScoredPolicy:
         return float(priority * (floor + (1.0 - floor) * relevance))
 
 
-class LruPolicy:
+class LruPolicy(Policy):
     """Least recently touched first; the baseline, and the proof that the seam is real."""
 
-    def class_key(self, run: "Run") -> Hashable:
+    def class_key(self, run: "Run", clock: int) -> Hashable:
         return None
 
     def bound(self, key: Hashable) -> float:
@@ -85,7 +120,14 @@ class LruPolicy:
         return float(-age)
 
 
+def _adaptive(config: "EvokeConfig") -> Policy:
+    from evoke_core.adaptive import AdaptivePolicy
+
+    return AdaptivePolicy(config)
+
+
 POLICIES: Mapping[str, Callable[["EvokeConfig"], Policy]] = {
+    "adaptive": _adaptive,
     "scored": ScoredPolicy,
     "lru": lambda config: LruPolicy(),
 }

@@ -93,11 +93,19 @@ class Chain:
             fresh = keys[known:]
             self.keys.extend(fresh)
             return fresh
-        same = next(i for i, key in enumerate(keys) if self.keys[start + i] != key)
-        del self.keys[start + same :]
-        self.recount(start + same)
-        fresh = keys[same:]
-        self.keys.extend(fresh)
+        fresh = []
+        for at, key in enumerate(keys, start):
+            if at == len(self.keys):
+                self.keys.append(key)
+            elif self.keys[at] == key:
+                continue
+            elif self.keys[at] == UNKNOWN:
+                self.keys[at] = key
+            else:
+                del self.keys[at:]
+                self.recount(at)
+                self.keys.append(key)
+            fresh.append(key)
         return fresh
 
 

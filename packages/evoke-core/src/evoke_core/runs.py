@@ -27,6 +27,7 @@ class Run:
         children: resident runs that start right after the last block.
         last: tick of the most recent request that touched the blocks.
         reuse: distinct requests that touched them, at most ``MAX_REUSE``.
+        gap: requests between the last two touches, where the policy keeps it.
         floor, priority: the highest living claims, see ``claims.py``; ``floor_tick`` and
             ``priority_tick`` name the claiming request, ``role`` the source role behind ``floor``.
         held: how many of the blocks are held.
@@ -46,6 +47,7 @@ class Run:
     priority: float
     priority_tick: int
     serial: int
+    gap: int = 0
     windowed: bool = False
     attention: float = 0.0
     coherence: float = 0.0
@@ -77,6 +79,7 @@ class Run:
             priority=self.priority,
             priority_tick=self.priority_tick,
             serial=serial,
+            gap=self.gap,
             windowed=self.windowed,
             attention=self.attention,
             coherence=self.coherence,
@@ -87,6 +90,7 @@ class Run:
         return (
             self.last == other.last
             and self.reuse == other.reuse
+            and self.gap == other.gap
             and self.floor == other.floor
             and self.priority == other.priority
             and self.floor_tick == other.floor_tick

@@ -5,6 +5,7 @@ refuses wrong ones with one line before anything is allocated, and puts EVOKE's 
 the stock one.
 """
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -83,12 +84,15 @@ def load_config(extra: dict[str, Any]) -> EvokeConfig:
     Raises:
         ConfigError: a setting that cannot be honoured, in one line.
     """
-    config = EvokeConfig.load(extra.get(CONFIG_KEY), source=f"{EXTRA}['{CONFIG_KEY}']")
+    source = f"{EXTRA}['{CONFIG_KEY}']"
+    config = EvokeConfig.load(extra.get(CONFIG_KEY), source=source)
     for name in ("w_attention", "w_coherence"):
         if value := getattr(config, name):
+            variable = f"EVOKE_{name.upper()}"
+            origin = f"environment variable {variable}" if variable in os.environ else source
             raise ConfigError(
-                f"{name} = {value!r} is not allowed; allowed: 0, because vLLM tells an offloading "
-                f"manager nothing about {name.removeprefix('w_')}"
+                f"{name} = {value!r} (from {origin}) is not allowed; allowed: 0, because vLLM "
+                f"tells an offloading manager nothing about {name.removeprefix('w_')}"
             )
     return config
 
