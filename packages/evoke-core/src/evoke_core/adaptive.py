@@ -45,7 +45,7 @@ _FEW_CONTEXTS = 16
 _EAGER = 256
 """Requests during which each relearning is done at once, while it teaches most."""
 
-_LONGEST_INTERVAL = 64
+_LONGEST_INTERVAL = 128
 _LEAST_TRUST = 0.5
 _MOST_TRUST = 2.0
 _TRUST_WEIGHT = 1_000.0
@@ -88,9 +88,9 @@ class AdaptivePolicy(Policy):
     def score(self, key: Hashable, age: int, half_life: float) -> float:
         return self._scores[key]  # type: ignore[call-overload, no-any-return]
 
-    def moves_at(self, key: Hashable, last: int) -> int | None:
-        bin_ = key % BINS  # type: ignore[operator]
-        return None if bin_ == BINS - 1 else last + EDGES[bin_ + 1]
+    def next_move(self, key: Hashable, last: int) -> tuple[int, Hashable] | None:
+        older = key % BINS + 1  # type: ignore[operator]
+        return None if older == BINS else (last + EDGES[older], key + 1)  # type: ignore[operator]
 
     def index(self, reuse: int, gap: int, age: int) -> float:
         """Return what a block with this history is worth, before any hint."""

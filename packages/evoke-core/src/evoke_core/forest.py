@@ -50,6 +50,10 @@ class Forest:
     def parent(self, run: Run) -> Run | None:
         return None if run.parent_key is None else self.runs.get(run.parent_key)
 
+    @property
+    def has_orphans(self) -> bool:
+        return bool(self._orphans)
+
     def awaited(self, key: bytes) -> bool:
         """Say whether orphans wait for this missing block."""
         return key in self._orphans

@@ -16,6 +16,7 @@ alone, without parents.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 
 from attrs import frozen
 
@@ -480,18 +481,18 @@ class RetentionIndex:
         for start, keys in missing:
             pasts = self._ghosts.recall(keys)
             counted = self._counted(request, group, start, keys)
-            begin = 0
-            for at in range(1, len(keys) + 1):
-                if (
-                    at == len(keys)
-                    or pasts[at] is not pasts[begin]
-                    or counted[at] != counted[begin]
-                    or self._forest.awaited(keys[at - 1])
-                ):
-                    run = self._new_run(request, keys[begin:at], group, start + begin)
-                    self._inherit(run, pasts[begin], counted[begin])
-                    drafts.append(run)
-                    begin = at
+            waiting = self._forest.has_orphans
+            edges = [
+                at
+                for at in range(1, len(keys))
+                if pasts[at] is not pasts[at - 1]
+                or counted[at] != counted[at - 1]
+                or (waiting and self._forest.awaited(keys[at - 1]))
+            ]
+            for begin, end in pairwise([0, *edges, len(keys)]):
+                run = self._new_run(request, keys[begin:end], group, start + begin)
+                self._inherit(run, pasts[begin], counted[begin])
+                drafts.append(run)
         return drafts
 
     @staticmethod

@@ -265,8 +265,8 @@ class BlockLedger:
         Without a ``ticket`` a completion is matched by request and key.
         """
         done = self._finish(request_id, keys, ticket)
-        self._ready.update((key, transfer.slots[key]) for key, transfer in done.items())
-        self.index.unhold(*done)
+        self._ready.update(done.slots)
+        self.index.unhold(*done.slots)
         return self._report("stored", done)
 
     def abort(
@@ -274,9 +274,9 @@ class BlockLedger:
     ) -> list[bytes]:
         """A write failed: drop its blocks, free their slots, return the keys removed."""
         done = self._finish(request_id, keys, ticket)
-        for key in reversed(done):
+        for key in reversed(done.slots):
             self.index.drop(key, "aborted")
-            self._freed.append(done[key].slots[key])
+            self._freed.append(done.slots[key])
         return self._report("aborted", done)
 
     def reset(self) -> None:
@@ -371,17 +371,16 @@ class BlockLedger:
         self._fresh += n - reused
         return slots
 
-    def _finish(
-        self, request_id: str, keys: Collection[bytes], ticket: int | None
-    ) -> dict[bytes, _Transfer]:
-        """Take the transfers that a completion belongs to out of the pending ones.
+    def _finish(self, request_id: str, keys: Collection[bytes], ticket: int | None) -> _Transfer:
+        """Take what a completion belongs to out of the pending transfers; return that part.
 
         Completions come as sets: the result is in the order of the reservations, so that nothing
         that follows depends on hashing.
         """
-        done = {}
+        matched: dict[bytes, _Transfer] = {}
+        pending = self._pending
         for key in keys:
-            transfer = self._pending.get(key)
+            transfer = pending.get(key)
             if (
                 transfer is None
                 or transfer.request_id != request_id
@@ -389,18 +388,30 @@ class BlockLedger:
             ):
                 self._counts["late"] += 1
                 continue
-            del self._pending[key]
-            done[key] = transfer
-        transfers = sorted(set(done.values()), key=lambda transfer: transfer.ticket)
-        return {key: transfer for transfer in transfers for key in transfer.slots if key in done}
+            del pending[key]
+            matched[key] = transfer
+        transfers = sorted(set(matched.values()), key=lambda transfer: transfer.ticket)
+        if len(transfers) == 1 and len(matched) == len(transfers[0].slots):
+            return transfers[0]
+        slots = {
+            key: slot
+            for transfer in transfers
+            for key, slot in transfer.slots.items()
+            if matched.get(key) is transfer
+        }
+        last = transfers[-1] if transfers else None
+        return _Transfer(
+            request_id,
+            last.ticket if last else 0,
+            slots,
+            last.group if last else 0,
+            last.role if last else None,
+        )
 
-    def _report(
-        self, kind: Literal["stored", "aborted"], done: dict[bytes, _Transfer]
-    ) -> list[bytes]:
-        keys = list(done)
+    def _report(self, kind: Literal["stored", "aborted"], done: _Transfer) -> list[bytes]:
+        keys = list(done.slots)
         if keys:
-            first = done[keys[0]]
-            self._decide(kind, keys, "", 0, first.role, first.group)
+            self._decide(kind, keys, "", 0, done.role, done.group)
         return keys
 
     def _missing(self, keys: Iterable[bytes]) -> list[bytes]:

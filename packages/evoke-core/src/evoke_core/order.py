@@ -31,6 +31,8 @@ _Candidate = tuple[float, LeafEntry, "RankClass | None", int, int]
 
 _STALE_SLACK = 64
 
+_bound = attrgetter("bound")
+
 
 @define(eq=False)
 class RankClass:
@@ -44,9 +46,14 @@ class RankClass:
     def first(self) -> LeafEntry | None:
         """Return the entry that goes first, discarding stale ones in front of it."""
         heap = self.heap
-        while heap and heap[0][-1].entry is not heap[0]:
+        while heap and not self.holds(heap[0]):
             heappop(heap)
         return heap[0] if heap else None
+
+    def holds(self, entry: LeafEntry) -> bool:
+        """Say whether an entry is its run's place, and not one that the run has left."""
+        run = entry[-1]
+        return run.entry is entry and run.rank_class is self
 
 
 class LeafOrder:
@@ -57,45 +64,53 @@ class LeafOrder:
         self._classes: dict[Hashable, RankClass] = {}
         self._by_bound: list[RankClass] = []
         self._clock = 0
-        self._due: dict[int, list[LeafEntry]] = {}  # tick -> leaves that change class at it
+        self._due: dict[int, list[tuple[LeafEntry, Hashable]]] = {}  # tick -> leaves that move
         self._pushes = 0
         self._popped: list[tuple[RankClass, LeafEntry]] = []
 
     def add(self, run: "Run") -> None:
         """Give ``run``, a leaf without a place, its place."""
-        key = self._policy.class_key(run, self._clock)
+        entry = self._entry(run)
+        run.entry = entry
+        self._place(entry, self._policy.class_key(run, self._clock))
+
+    def _place(self, entry: LeafEntry, key: Hashable) -> None:
+        """Put the current entry of its run into the class ``key``."""
         rank_class = self._classes.get(key)
         if rank_class is None:
             rank_class = RankClass(key, self._policy.bound(key))
             self._classes[key] = rank_class
-            insort(self._by_bound, rank_class, key=attrgetter("bound"))
-        entry = self._entry(run)
-        run.entry = entry
-        run.rank_class = rank_class
+            insort(self._by_bound, rank_class, key=_bound)
+        entry[-1].rank_class = rank_class
         rank_class.live += 1
         heap = rank_class.heap
         heappush(heap, entry)
-        moves_at = self._policy.moves_at(key, run.last)
-        if moves_at is not None:
-            self._due.setdefault(moves_at, []).append(entry)
+        next_move = self._policy.next_move(key, entry[0])
+        if next_move is not None:
+            due = self._due.get(next_move[0])
+            if due is None:
+                self._due[next_move[0]] = [(entry, next_move[1])]
+            else:
+                due.append((entry, next_move[1]))
         if len(heap) > 2 * rank_class.live + _STALE_SLACK:
-            heap[:] = [entry for entry in heap if entry[-1].entry is entry]
+            heap[:] = [entry for entry in heap if rank_class.holds(entry)]
             heapify(heap)
 
     def advance(self, clock: int) -> None:
         """Let time pass to ``clock``: leaves whose class changes by age alone move."""
         self._clock = clock
-        for entry in self._due.pop(clock, ()):
+        for entry, key in self._due.pop(clock, ()):
             run = entry[-1]
             if run.entry is entry:
-                self.discard(run)
-                self.add(run)
+                assert run.rank_class is not None
+                run.rank_class.live -= 1
+                self._place(entry, key)
 
     def rescore(self) -> None:
         """The policy's scores have changed: sort the classes anew."""
         for rank_class in self._by_bound:
             rank_class.bound = self._policy.bound(rank_class.key)
-        self._by_bound.sort(key=attrgetter("bound"))
+        self._by_bound.sort(key=_bound)
 
     def discard(self, run: "Run") -> None:
         """Take ``run``'s place away, if it has one."""
@@ -171,7 +186,7 @@ class LeafOrder:
     def restore(self) -> None:
         """Put back the entries that the last ``select`` took out and that are still valid."""
         for rank_class, entry in self._popped:
-            if entry[-1].entry is entry:
+            if rank_class.holds(entry):
                 heappush(rank_class.heap, entry)
         self._popped.clear()
 

@@ -42,9 +42,11 @@ class Policy:
         """
         raise NotImplementedError
 
-    def moves_at(self, key: Hashable, last: int) -> int | None:
-        """Return the tick at which a block of this class, last touched at ``last``, changes class
-        by age alone; None for never."""
+    def next_move(self, key: Hashable, last: int) -> tuple[int, Hashable] | None:
+        """Return when, and to which class, a block of this class moves by age alone.
+
+        ``last`` is the tick of its last touch; None if it stays.
+        """
         return None
 
     def begin(self, capacity: int, chain_length: float) -> None:

@@ -103,17 +103,17 @@ class ReuseModel:
         self._new_reused = np.zeros((CLASSES, BINS), dtype=np.int64)
         self._new_unused = np.zeros((CLASSES, BINS), dtype=np.int64)
         # How many known blocks were last touched at a tick, by class: a ring over the horizon.
-        self._cohorts = np.zeros((_HORIZON, CLASSES), dtype=np.int32)
+        self._cohorts = np.zeros((CLASSES, _HORIZON), dtype=np.int32)
 
     def tick(self, clock: int) -> None:
         """A new request begins; the cohort that falls out of the horizon is forgotten."""
         self.clock = clock
-        self._cohorts[clock % _HORIZON] = 0
+        self._cohorts[:, clock % _HORIZON] = 0
 
     def touched(self, tick: int, to_class: int, blocks: int) -> None:
         """Blocks were touched at ``tick`` and are of this class from now on."""
         if self.clock - tick < _HORIZON:
-            self._cohorts[tick % _HORIZON, to_class] += blocks
+            self._cohorts[to_class, tick % _HORIZON] += blocks
 
     def reused(self, of_class: int, last: int, age: int, blocks: int) -> None:
         """Blocks of this class, last touched at ``last``, were reused at ``age``."""
@@ -127,7 +127,7 @@ class ReuseModel:
 
     def _leave(self, of_class: int, last: int, blocks: int) -> None:
         if self.clock - last < _HORIZON:
-            self._cohorts[last % _HORIZON, of_class] -= blocks
+            self._cohorts[of_class, last % _HORIZON] -= blocks
 
     def relearn(self, capacity: int, *, sharp: bool) -> Generator[None, None, tuple[Table, Table]]:
         """Return the index, ``(CLASSES, BINS)``, and the chance of any reuse, ``(CLASSES,)``.
@@ -180,9 +180,11 @@ class ReuseModel:
         self._new_unused[:] = 0
         span = min(self.clock + 1, _HORIZON)
         at = self.clock % _HORIZON
-        newest_first = np.concatenate((self._cohorts[at::-1], self._cohorts[:at:-1]))[:span]
+        newest_first = np.concatenate((self._cohorts[:, at::-1], self._cohorts[:, :at:-1]), axis=1)[
+            :, :span
+        ]
         starts = [edge for edge in EDGES[:-1] if edge < span]
-        waiting = np.add.reduceat(newest_first, starts, axis=0).T
+        waiting = np.add.reduceat(newest_first, starts, axis=1)
         unused = self._unused.copy()
         unused[:, : len(starts)] += waiting * np.exp(-np.array(starts) / MEMORY)
         return self._reused, unused
