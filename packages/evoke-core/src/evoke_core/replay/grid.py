@@ -5,8 +5,10 @@ number of processes.
 """
 
 import os
+import signal
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
@@ -275,6 +277,10 @@ def replay(
             try:
                 for future in as_completed(futures):
                     note(futures[future], future.result())
+            except BrokenProcessPool:
+                raise ReplayError(
+                    "a process ended before its cell did, out of memory perhaps; try fewer jobs"
+                ) from None
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
@@ -309,6 +315,7 @@ _worker: _Worker | None = None
 
 def _begin(plan: _Plan) -> None:
     global _worker
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # interrupted: end, without a traceback
     _worker = _Worker(plan)
 
 
@@ -341,10 +348,11 @@ def _result(trace: Trace, cells: list[Cell]) -> TraceResult:
 def _settings(policy: str, config: EvokeConfig | None) -> EvokeConfig:
     try:
         return evolve(EvokeConfig() if config is None else config, policy=policy)
-    except ConfigError:
-        raise ReplayError(
-            f"unknown policy {policy!r}; known: {', '.join(known_policies())}"
-        ) from None
+    except ConfigError as error:
+        if policy in POLICIES:
+            raise ReplayError(f"policy {policy}: {error}") from None
+        known = ", ".join(known_policies())
+        raise ReplayError(f"unknown policy {policy!r}; known: {known}") from None
 
 
 def _natural(name: str, value: int) -> int:
