@@ -329,7 +329,8 @@ class BlockLedger:
         """Return those of ``keys`` that may be resident, and record the refusal of the others."""
         if not self.index.is_open(request_id):
             return self._without(keys, keys, "request not open", group)
-        if not self.index.reachable(request_id, group, start):
+        first = next((at for at, key in enumerate(keys) if key not in self.index), 0)
+        if not self.index.reachable(request_id, group, start + first):
             return self._without(keys, keys, "parent not resident", group)
         if self._threshold > 1:
             cold = [
