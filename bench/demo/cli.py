@@ -92,7 +92,7 @@ def main(
         shape = TIE if tie else HOT_COLD
         workloads = [make_workload(shape, seed, encode, tags=tags) for seed in range(seeds)]
     _announce(workloads, reporter)
-    runs = run_plan(Plan(arms, workloads, model, results, port), encode, reporter)
+    runs = run_plan(Plan(arms, workloads, model, results, port), reporter)
     _conclude(runs, workloads[0], results, reporter)
 
 

@@ -1,13 +1,13 @@
-"""Runs the demo: every arm on one machine, one after the other, one server per arm.
+"""Runs the demo: every arm on one machine, one after the other, each with a server of its own.
 
-A server is booted once per arm and used for all seeds; between seeds both caches are reset, and
-the reset is verified with a probe (see `Client.reset_caches`), so every seed starts empty. Each
-finished seed is saved at once: an interrupted run loses only what it was doing.
+A server is booted for every arm and seed, so each run starts with empty caches and a policy that
+has learned nothing. The arms of a seed follow each other directly: what else the machine does
+disturbs them alike. Each finished run is saved at once: an interruption loses only what it was
+doing.
 """
 
 import json
 import os
-import random
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -16,15 +16,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from bench.demo.contexts import make_context
 from bench.demo.results import Row, Run, machine, versions
-from bench.demo.workload import BLOCK_SIZE, Call, Encode, Workload
+from bench.demo.workload import BLOCK_SIZE, Call, Workload
 from bench.progress import Reporter
 from bench.serving.arms import Arm
 from bench.serving.client import Client
 from bench.serving.server import ServerConfig, running
 
-_PROBE_TOKENS = 160
 _GIB = 2**30
 
 
@@ -39,12 +37,11 @@ class Plan:
     port: int | None = None
 
 
-def run_plan(plan: Plan, encode: Encode, reporter: Reporter) -> list[Run]:
+def run_plan(plan: Plan, reporter: Reporter) -> list[Run]:
     """Run every arm with every seed, save each as JSON, and return them."""
-    runs: list[Run] = []
-    for arm in plan.arms:
-        runs += _run_arm(arm, plan, encode, reporter)
-    return runs
+    return [
+        _run_arm(arm, workload, plan, reporter) for workload in plan.workloads for arm in plan.arms
+    ]
 
 
 def kv_bytes_per_token(model: Path, bytes_per_value: int = 4) -> int:
@@ -57,60 +54,52 @@ def kv_bytes_per_token(model: Path, bytes_per_value: int = 4) -> int:
     return tokens
 
 
-def server_config(arm: Arm, workloads: Sequence[Workload], model: Path) -> ServerConfig:
+def server_config(arm: Arm, workload: Workload, model: Path) -> ServerConfig:
     """Return what `arm` is served with: the workload's small pool, or one that never evicts."""
-    first = workloads[0]
     block_bytes = kv_bytes_per_token(model) * BLOCK_SIZE
-    gpu_blocks = first.gpu_blocks
+    gpu_blocks = workload.gpu_blocks
     if arm.spec is None:
-        gpu_blocks += max(workload.all_blocks for workload in workloads)
+        gpu_blocks += workload.all_blocks
     return ServerConfig(
         model=model,
         gpu_blocks=gpu_blocks,
-        max_model_len=first.max_model_len,
+        max_model_len=workload.max_model_len,
         block_size=BLOCK_SIZE,
         kv_space_gib=max(4, -(-gpu_blocks * block_bytes // _GIB)),
-        kv_transfer=arm.kv_transfer(first.tier_blocks * block_bytes),
+        kv_transfer=arm.kv_transfer(workload.tier_blocks * block_bytes),
     )
 
 
-def _run_arm(arm: Arm, plan: Plan, encode: Encode, reporter: Reporter) -> list[Run]:
-    config = server_config(arm, plan.workloads, plan.model)
-    log = plan.results / "logs" / f"{plan.workloads[0].name}-{arm.name}.log"
-    probe = make_context(random.Random(0), "probe", _PROBE_TOKENS, encode)
-    label = f"arm {arm.name} ({arm.title})"
-    runs = []
+def _run_arm(arm: Arm, workload: Workload, plan: Plan, reporter: Reporter) -> Run:
+    config = server_config(arm, workload, plan.model)
+    log = plan.results / "logs" / f"{workload.name}-{arm.name}-seed{workload.seed}.log"
+    label = f"seed {workload.seed}, arm {arm.name} ({arm.title})"
+    rows = []
     with ExitStack() as stack:
         with reporter.waiting(f"{label}: booting the server") as on_wait:
             server = stack.enter_context(running(config, log, port=plan.port, on_wait=on_wait))
         client = stack.enter_context(Client(server))
-        for workload in plan.workloads:
-            client.reset_caches(probe)
-            with reporter.counting(
-                f"{label}: seed {workload.seed}, requests", len(workload.calls)
-            ) as advance:
-                started = time.perf_counter()
-                rows = []
-                for call in workload.calls:
-                    rows.append(_send(client, call))
-                    advance()
-                wall_s = time.perf_counter() - started
-            run = Run(
-                arm=arm.name,
-                workload=workload.name,
-                seed=workload.seed,
-                date=datetime.now(UTC).isoformat(timespec="seconds"),
-                wall_s=wall_s,
-                boot_s=server.boot_s,
-                configuration=_configuration(config, workload),
-                versions=versions(),
-                machine=machine(),
-                notes=workload.notes,
-                rows=tuple(rows),
-            )
-            run.save(plan.results)
-            runs.append(run)
-    return runs
+        with reporter.counting(f"{label}: requests", len(workload.calls)) as advance:
+            started = time.perf_counter()
+            for call in workload.calls:
+                rows.append(_send(client, call))
+                advance()
+            wall_s = time.perf_counter() - started
+    run = Run(
+        arm=arm.name,
+        workload=workload.name,
+        seed=workload.seed,
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        wall_s=wall_s,
+        boot_s=server.boot_s,
+        configuration=_configuration(config, workload),
+        versions=versions(),
+        machine=machine(),
+        notes=workload.notes,
+        rows=tuple(rows),
+    )
+    run.save(plan.results)
+    return run
 
 
 def _send(client: Client, call: Call) -> Row:

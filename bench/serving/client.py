@@ -19,8 +19,6 @@ from bench.errors import BenchError
 from bench.serving.server import SERVED_NAME, Server
 
 _SETTLE_S = 5.0
-_IDLE_S = 0.3
-_RESET_TRIES = 10
 _COUNTERS = {
     "vllm:prefix_cache_queries_total": "asked",
     "vllm:prefix_cache_hits_total": "in_gpu",
@@ -118,28 +116,6 @@ class Client:
                 if sample.name in _COUNTERS:
                     counts[_COUNTERS[sample.name]] += int(sample.value)
         return CacheCounters(**counts)
-
-    def reset_caches(self, probe: Sequence[int]) -> None:
-        """Empty the GPU pool and the tier of an idle server, and verify it.
-
-        `probe` is a prompt of more than one block. It is sent twice so that it is cached, then
-        after the reset it must hit nothing; a last reset removes it again. Raises BenchError
-        when the caches cannot be emptied.
-        """
-        self.complete(probe, 1)
-        if self.complete(probe, 1).cache.in_gpu == 0:
-            raise self._server.failure("a repeated prompt was not found in the GPU pool")
-        for _ in range(_RESET_TRIES):
-            self._reset()
-            cache = self.complete(probe, 1).cache
-            if cache.in_gpu == cache.restored == 0:
-                self._reset()
-                return
-        raise self._server.failure("the caches could not be reset")
-
-    def _reset(self) -> None:
-        time.sleep(_IDLE_S)  # blocks of a running transfer cannot be freed
-        self._request("POST", "/reset_prefix_cache?reset_external=true")
 
     def _settled(self, before: CacheCounters, prompt_tokens: int) -> CacheCounters:
         """Wait until the counters hold the request just answered; normally they do at once."""

@@ -33,8 +33,7 @@ _KILL_S = 5.0
 _POLL_S = 0.5
 
 # vLLM's CPU build on few cores: no compilation, two busy threads that sleep when idle, no
-# network. A fixed hash seed makes set orders inside the engine repeat from run to run. The
-# development mode opens the endpoint that resets the caches between runs.
+# network. A fixed hash seed makes set orders inside the engine repeat from run to run.
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "2",
@@ -43,7 +42,6 @@ _ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_SERVER_DEV_MODE": "1",
 }
 
 OnWait = Callable[[float, float], None]

@@ -15,8 +15,7 @@ from typing import Any
 class FakeEngine:
     """What the handler serves: counters in tokens, and the prompts it remembers."""
 
-    def __init__(self, *, resets: bool = True) -> None:
-        self.resets = resets
+    def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
         self.last: list[int] = []
         self.tier: list[list[int]] = []
@@ -30,10 +29,6 @@ class FakeEngine:
             self._count("external_prefix", size, size if prompt in self.tier else 0)
         self.last = prompt
         self.tier.append(prompt)
-
-    def reset(self) -> None:
-        if self.resets:
-            self.last, self.tier = [], []
 
     def metrics(self) -> str:
         lines = []
@@ -57,12 +52,7 @@ def serving(engine: FakeEngine) -> Iterator[str]:
             self._answer(engine.metrics() if self.path == "/metrics" else "")
 
         def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            if self.path.startswith("/reset_prefix_cache"):
-                engine.reset()
-                self._answer("")
-            else:
-                self._complete(json.loads(body))
+            self._complete(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
 
         def _complete(self, body: dict[str, Any]) -> None:
             engine.bodies.append(body)

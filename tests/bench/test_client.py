@@ -66,17 +66,3 @@ def test_foreign_requests_are_noticed(
     monkeypatch.setattr(engine, "ask", lambda prompt: (ask(prompt), ask([9])))
     with pytest.raises(BenchError, match="counted 3 prompt tokens for a prompt of 2"):
         client.complete([1, 2], 1)
-
-
-def test_reset_empties_both_caches(client: Client) -> None:
-    client.complete([1, 2], 1)
-    client.reset_caches([5, 6, 7])
-    for prompt in ([1, 2], [5, 6, 7]):
-        cache = client.complete(prompt, 1).cache
-        assert (cache.in_gpu, cache.restored) == (0, 0)
-
-
-def test_reset_that_does_nothing_is_an_error(client: Client, engine: FakeEngine) -> None:
-    engine.resets = False
-    with pytest.raises(BenchError, match="could not be reset"):
-        client.reset_caches([5, 6, 7])
