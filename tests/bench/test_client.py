@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from bench.errors import BenchError
-from bench.serving import client as client_module
 from bench.serving.client import CacheCounters, Client
 from bench.serving.server import Server
 from tests.bench.fake_server import FakeEngine, serving
@@ -23,11 +22,6 @@ def client(engine: FakeEngine, tmp_path: Path) -> Iterator[Client]:
     log.touch()
     with serving(engine) as url, Client(Server(url, log, boot_s=0.0)) as client:
         yield client
-
-
-@pytest.fixture(autouse=True)
-def no_idle_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "_IDLE_S", 0.0)
 
 
 def test_counts_belong_to_one_request(client: Client) -> None:
