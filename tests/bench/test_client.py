@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from bench.errors import BenchError
+from bench.serving import client as client_module
 from bench.serving.client import CacheCounters, Client
 from bench.serving.server import Server
 from tests.bench.fake_server import FakeEngine, serving
