@@ -2,7 +2,8 @@
 
 ``t1`` holds blocks seen once, ``t2`` blocks seen again; ``b1`` and ``b2`` remember what each of
 them lost, together at most as much as the cache holds. A hit in ``b1`` asks for a longer ``t1``
-(``target`` grows), one in ``b2`` for a shorter one.
+(``target`` grows), one in ``b2`` for a shorter one. ``target`` moves by fractions and is compared
+rounded down to whole blocks.
 """
 
 from collections import OrderedDict
@@ -63,7 +64,8 @@ class Arc:
         t1, t2 = self._t1, self._t2
         if len(t1) + len(t2) < self._capacity:
             return
-        longer = len(t1) > self._target or (in_b2 and len(t1) == self._target)
+        target = int(self._target)
+        longer = len(t1) > target or (in_b2 and len(t1) == target)
         if t1 and (longer or not t2):
             self._b1[t1.popitem(last=False)[0]] = None
         else:

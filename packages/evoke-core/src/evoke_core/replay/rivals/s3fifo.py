@@ -3,6 +3,9 @@
 New blocks enter the small queue (a tenth of the capacity), remembered ones the main queue. A block
 that leaves the small queue goes to the main one if it was used more than once there, else to the
 ghosts (as many as the main queue holds). The main queue gives blocks with uses left another round.
+
+A ghost that comes back frees its place among the ghosts. Where the place stays occupied until it
+reaches the front, the numbers on recorded conversations are up to .0008 lower.
 """
 
 from collections import OrderedDict, deque
