@@ -6,9 +6,11 @@ order if and only if it is a leaf whose last block is not held (or, after a hold
 until a selection meets it).
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import pairwise, repeat
 
+from evoke_core.bulk import delete
 from evoke_core.order import LeafOrder
 from evoke_core.policies import Policy
 from evoke_core.runs import Run
@@ -85,8 +87,7 @@ class Forest:
                     run = above
                 else:
                     above.children += 1
-        for key in keys:
-            self.runs[key] = run
+        self.runs.update(dict.fromkeys(keys, run))
         self._settle(run)
 
     def split(self, run: Run, length: int) -> Run:
@@ -105,8 +106,7 @@ class Forest:
             del upper.keys[length:]
         lower.keys, lower.start, lower.parent_key = rest, upper.start + length, upper.keys[-1]
         upper.children = 1
-        for key in new.keys:
-            self.runs[key] = new
+        self.runs.update(dict.fromkeys(new.keys, new))
         if run.held:
             upper.held = sum(key in self.holds for key in upper.keys)
             lower.held = sum(key in self.holds for key in lower.keys)
@@ -139,8 +139,7 @@ class Forest:
         self._order.discard(run)
         keys = run.keys[-count:]
         del run.keys[-count:]
-        for key in keys:
-            del self.runs[key]
+        delete(self.runs, keys)
         if run.keys:
             self._settle(run)
         elif run.parent_key is not None:
@@ -176,16 +175,15 @@ class Forest:
                 run.held += 1
 
     def unhold(self, *keys: bytes) -> None:
-        holds, runs = self.holds, self.runs
-        for key in keys:
-            count = holds.pop(key, 0)
-            if count > 1:
-                holds[key] = count - 1
-            elif count == 1:
-                run = runs[key]
-                run.held -= 1
-                if run.entry is None and run.children == 0:
-                    self._settle(run)
+        counts = list(map(self.holds.pop, keys, repeat(0)))
+        if counts.count(1) < len(counts):  # held more than once, or not at all
+            again = {key: n - 1 for key, n in zip(keys, counts, strict=True) if n > 1}
+            self.holds.update(again)
+            keys = tuple(key for key, n in zip(keys, counts, strict=True) if n == 1)
+        for run, freed in Counter(map(self.runs.__getitem__, keys)).items():
+            run.held -= freed
+            if run.children == 0:
+                self._settle(run)
 
     # --- victims ---
 

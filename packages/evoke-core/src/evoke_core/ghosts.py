@@ -8,6 +8,7 @@ reaches the front. Blocks that left together share one record.
 from collections import deque
 from collections.abc import Callable
 
+from evoke_core.bulk import delete
 from evoke_core.history import Past
 
 
@@ -37,18 +38,21 @@ class GhostMemory:
             self._places -= n
             if not reversed_keys:
                 self._queue.popleft()
-            # A block that came back and left again since has a record of its own.
-            alive = [key for key in gone if entries.get(key) is oldest]
-            for key in alive:
-                del entries[key]
-            if alive:
-                self._on_forget(oldest, len(alive))
+            if oldest.disturbed:  # who came back and left again since has a record of its own
+                gone = [key for key in gone if entries.get(key) is oldest]
+            delete(entries, gone)
+            if gone:
+                self._on_forget(oldest, len(gone))
 
     def recall(self, keys: list[bytes]) -> list[Past | None]:
         """Take blocks out of the memory; return their histories, None for one not remembered."""
         if self._entries.keys().isdisjoint(keys):
             return [None] * len(keys)
-        return [self._entries.pop(key, None) for key in keys]
+        pasts = [self._entries.pop(key, None) for key in keys]
+        for past in pasts:
+            if past is not None:
+                past.disturbed = True
+        return pasts
 
     def clear(self) -> None:
         self._entries.clear()

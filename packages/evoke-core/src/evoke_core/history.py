@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from attrs import frozen
+from attrs import define
 
 
 class History(Protocol):
@@ -27,15 +27,16 @@ class History(Protocol):
     def priority(self) -> float: ...
 
 
-@frozen(eq=False)
+@define(eq=False)
 class Past:
-    """The history of blocks when they left."""
+    """The history of blocks when they left together; ``disturbed`` once some have come back."""
 
     reuse: int
     last: int
     gap: int
     role: str | None
     priority: float
+    disturbed: bool = False
 
     @classmethod
     def of(cls, history: History) -> "Past":

@@ -20,6 +20,7 @@ from typing import Literal
 
 from attrs import frozen
 
+from evoke_core.bulk import delete
 from evoke_core.config import EvokeConfig
 from evoke_core.index import CAPACITY, Evicted, RetentionIndex
 from evoke_core.policies import Policy
@@ -358,7 +359,7 @@ class BlockLedger:
     def _note_evicted(self, batches: list[Evicted]) -> list[bytes]:
         evicted: list[bytes] = []
         for batch in batches:
-            self._freed += [self._ready.pop(key) for key in batch.keys]
+            self._freed += map(self._ready.pop, batch.keys)
             age = self.index.clock - batch.last
             self._decide("evicted", batch.keys, CAPACITY, age, batch.role, batch.group)
             evicted += batch.keys
@@ -378,8 +379,18 @@ class BlockLedger:
         Completions come as sets: the result is in the order of the reservations, so that nothing
         that follows depends on hashing.
         """
-        matched: dict[bytes, _Transfer] = {}
         pending = self._pending
+        found = set(map(pending.get, keys))
+        whole = found.pop() if len(found) == 1 else None
+        if (
+            whole is not None
+            and whole.request_id == request_id
+            and ticket in (None, whole.ticket)
+            and whole.slots.keys() == set(keys)
+        ):
+            delete(pending, whole.slots)
+            return whole
+        matched: dict[bytes, _Transfer] = {}
         for key in keys:
             transfer = pending.get(key)
             if (
@@ -392,8 +403,6 @@ class BlockLedger:
             del pending[key]
             matched[key] = transfer
         transfers = sorted(set(matched.values()), key=lambda transfer: transfer.ticket)
-        if len(transfers) == 1 and len(matched) == len(transfers[0].slots):
-            return transfers[0]
         slots = {
             key: slot
             for transfer in transfers
