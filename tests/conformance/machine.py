@@ -474,6 +474,19 @@ class ConformanceMachine(RuleBasedStateMachine):
         self.tier.release(request_id, [key for key in keys if key not in held])
         assert self.seen() == before
 
+    @precondition(lambda self: self.tier.owns_slots and any(r.loads for r in self.requests))
+    @rule(which=pick, whose=pick)
+    def release_of_a_stranger(self, which: int, whose: int) -> None:
+        """8: a request, perhaps reading itself, ends what another one is still reading."""
+        loading = [request for request in self.requests if request.loads]
+        request = loading[which % len(loading)]
+        others = sorted(self.requests, key=lambda other: not other.loads)  # readers first
+        stranger = others[whose % len(others)]
+        mine = {key for load in stranger.loads for key in load}
+        before = self.seen()
+        self.tier.release(stranger.request_id, [k for k in request.loads[0] if k not in mine])
+        assert self.seen() == before
+
     @precondition(lambda self: self.tier.owns_slots)
     @rule(which=pick, ok=st.booleans())
     def nonsense(self, which: int, ok: bool) -> None:
@@ -588,12 +601,25 @@ class ConformanceMachine(RuleBasedStateMachine):
                 self.both("release", request.request_id, keys)
             if request.alive:
                 self.both("close", request.request_id)
+        self._assert_every_slot_can_be_had()
         self.tier.reset()
         empty = {"capacity": self.setup.capacity, "free": self.setup.capacity}
         assert self.tier.counts() == dict.fromkeys(self.tier.counts(), 0) | {
             name: value for name, value in empty.items() if name in self.tier.counts()
         }
         assert self.tier.index.candidates(self.setup.capacity) == []
+
+    def _assert_every_slot_can_be_had(self) -> None:
+        """5: a chain as long as the pool gets all of it; a slot that leaked would be missing."""
+        keys = keys_of("z" * self.setup.capacity)
+        for n in range(max(1, self.setup.store_threshold)):
+            self.tier.open(f"fill{n}", None)
+            self.tier.touch(f"fill{n}", keys, FULL, 0)
+            got = self.tier.store(f"fill{n}", [Offer(FULL, 0, keys)])
+            self.tier.finish(f"fill{n}", got.keys, got.tickets or None, False)
+            self.tier.close(f"fill{n}")
+        assert got.keys == keys
+        assert sorted(got.slots) == list(range(self.setup.capacity))
 
 
 def _without_window_positions(blocks: dict[bytes, Any]) -> dict[bytes, Any]:

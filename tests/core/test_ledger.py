@@ -105,6 +105,31 @@ def test_acquire_takes_all_or_nothing() -> None:
     assert ledger.stats.held == 0
 
 
+def test_a_reader_releases_nobody_elses_block() -> None:
+    ledger = opened(BlockLedger(2), "a", "b", "c")
+    for reader, key in (("a", b"x"), ("b", b"y")):
+        ledger.reserve(reader, [key])
+        ledger.commit(reader, [key])
+        assert ledger.acquire(reader, [key]) is not None
+    ledger.release("a", [b"y", b"unknown"])
+    assert ledger.stats.held == 2
+    assert ledger.reserve("c", [b"z"]).keys == []
+
+
+# --- the threshold --------------------------------------------------------------------------------
+
+
+def test_a_threshold_counts_requests_and_its_memory_is_bounded() -> None:
+    ledger = BlockLedger(64, store_threshold=2, max_tracker_size=5)
+    for n in range(2):
+        opened(ledger, f"r{n}")
+        for _ in range(3):
+            ledger.touch(f"r{n}", KEYS)
+        granted = ledger.reserve(f"r{n}", KEYS).keys
+        assert granted == (KEYS[:5] if n else [])  # where memory is short, heads are remembered
+        assert ledger.stats.tracked == 5
+
+
 # --- the decision stream --------------------------------------------------------------------------
 
 

@@ -257,6 +257,27 @@ def test_floor_and_priority_are_claimed_apart() -> None:
     assert (seen.floor, seen.role, seen.priority) == (0.6, "system", 4.0)
 
 
+def test_claims_of_neighbours_lapse_apart() -> None:
+    """Two blocks of one chain, alike in all that can be seen, but claimed by different requests."""
+    idx = index(recency_half_life=2)
+    store(idx, "before", b"0", b"1")
+    idx.evict(1)
+    idx.drop(b"0")
+    idx.open("early", RequestTags(source_type="user"))
+    idx.open("late", RequestTags(source_type="user", priority=2.0))
+    idx.insert("late", [b"0"])
+    idx.touch("early", [b"0"])  # renews the floor, at an older tick
+    idx.insert("late", [b"1"], start=1)
+    idx.close("early")
+    idx.close("late")
+    upper, lower = view(idx, b"0"), view(idx, b"1")
+    assert (upper.last, upper.reuse, upper.floor) == (lower.last, lower.reuse, lower.floor)
+    pass_time(idx, 1)
+    idx.open("after")
+    idx.touch("after", [b"0", b"1"])
+    assert (view(idx, b"0").floor, view(idx, b"1").floor) == (0.0, 0.6)
+
+
 # --- half-life ------------------------------------------------------------------------------------
 
 

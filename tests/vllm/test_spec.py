@@ -67,7 +67,9 @@ def test_window_groups_are_found_in_the_engines_configuration() -> None:
     ctx = ReqContext("r")
     manager.on_new_request(ctx)
     window = [make_offload_key(bytes([n]) * 32, 1) for n in range(4)]
+    manager.touch(window[2:], ctx)
     assert manager.prepare_store(window[2:], ctx).keys_to_store == window[2:]
+    assert manager.ledger.index.parent(window[3]) is None
 
 
 def test_the_environment_wins(monkeypatch: pytest.MonkeyPatch) -> None:
