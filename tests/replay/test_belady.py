@@ -53,7 +53,7 @@ def test_nothing_can_do_better_and_min_does_as_well(prompts: list[str], capacity
 def test_no_policy_beats_min(prompts: list[str], capacity: int) -> None:
     trace = tree(prompts)
     ceiling = simulate(trace, make_tier("min", capacity, trace)).hit_blocks
-    for policy in ("lru", "scored", "arc", "s3fifo", "wtinylfu", "wtinylfu20"):
+    for policy in ("lru", "ledger-lru", "scored", "arc", "s3fifo", "wtinylfu", "wtinylfu20"):
         assert simulate(trace, make_tier(policy, capacity, trace)).hit_blocks <= ceiling, policy
 
 

@@ -73,11 +73,11 @@ def test_phases_are_joined_by_plus() -> None:
 
 
 def test_gpu_chunk_and_half_reach_the_replay() -> None:
-    base = (SMALL, "--budget", "40%", "--policy", "plain-lru,scored", "--jobs", 1)
+    base = (SMALL, "--budget", "40%", "--policy", "lru,scored", "--jobs", 1)
     plain = [row[3] for row in rows(run(*base))]
     for option in (("--half", "second"), ("--gpu-blocks", 60)):
         assert [row[3] for row in rows(run(*base, *option))] != plain, option
-    one = ("w1:contexts=1,blocks=5", "--budget", 3, "--policy", "plain-lru", "--jobs", 1)
+    one = ("w1:contexts=1,blocks=5", "--budget", 3, "--policy", "lru", "--jobs", 1)
     assert float(rows(run(*one))[0][3]) > 0  # its head stays
     assert float(rows(run(*one, "--chunk", 1))[0][3]) == 0  # its tail came last
     assert "20 of them counted" in run(*base, "--half", "second").stdout

@@ -2,7 +2,16 @@
 
 import pytest
 
-from evoke_core.replay import Trace, TraceError, generate, hot_cold, loop, replay
+from evoke_core.replay import (
+    Trace,
+    TraceError,
+    conversations,
+    first,
+    generate,
+    hot_cold,
+    loop,
+    replay,
+)
 
 
 def visited(trace: Trace) -> list[int]:
@@ -83,3 +92,34 @@ def test_published_hit_ratios(shape: str) -> None:
         if name == shape:
             ratios = [found[policy, budget] for budget in budgets]
             assert ratios == pytest.approx(expected, abs=6e-5), policy
+
+
+def test_conversations_grow_share_instructions_and_start_anew() -> None:
+    trace = generate("zipf:users=1,requests=5,turns=2,systems=1,system_blocks=2,turn_blocks=3")
+    lengths = [len(trace.chain(request)) for request in range(5)]
+    assert lengths == [5, 8, 5, 8, 5]
+    assert trace.unique_blocks == 2 + 6 + 6 + 3
+    assert trace.chain(1)[:5] == trace.chain(0)
+    assert trace.chain(2)[:2] == trace.chain(0)[:2]
+    assert set(trace.chain(2)[2:]).isdisjoint(trace.chain(1))
+
+
+def test_a_higher_skew_concentrates_requests_and_the_seed_decides() -> None:
+    def visits(**options: int) -> list[int]:
+        trace = conversations(users=50, requests=2000, turns=10_000, turn_blocks=1, **options)
+        sessions = [str(session) for session in trace.sessions]
+        return [sessions.count(f"user-{user}-0") for user in range(50)]
+
+    assert visits(skew=0)[0] < 80 < 300 < visits(skew=100)[0]
+    assert visits(seed=1) == visits(seed=1) != visits(seed=2)
+
+
+def test_the_first_requests_of_a_trace() -> None:
+    whole = generate("w1:contexts=3,blocks=4,rounds=3")
+    part = first(whole, 4)
+    assert len(part) == 4
+    assert part.unique_blocks == 3 * 4 + 4
+    assert list(part.lengths) == list(whole.lengths)[:4]
+    assert part.sessions == whole.sessions[:4]
+    assert [len(set(part.chain(0)) & set(part.chain(at))) for at in range(4)] == [5, 0, 0, 4]
+    assert len(first(whole, 1000)) == len(whole)

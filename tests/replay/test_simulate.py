@@ -36,7 +36,7 @@ def hits(trace: Trace, policy: str, capacity: int, **options: Any) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("policy", ["lru", "plain-lru"])
+@pytest.mark.parametrize("policy", ["ledger-lru", "lru"])
 def test_lru_keeps_heads(policy: str) -> None:
     # room for 3: abc; then ad, which costs c; then b is still there, c is not
     assert hits(tree("abc", "ad", "abc"), policy, 3) == [0, 1, 2]
@@ -76,11 +76,11 @@ def test_a_gpu_cache_helps_a_tier_that_is_smaller() -> None:
     assert found == [0, 3, 0, 2]
 
 
-def test_chunks_make_plain_lru_lose_heads_and_the_ledger_keep_them() -> None:
+def test_chunks_make_lru_lose_heads_and_the_ledger_keep_them() -> None:
     trace = tree("abc", "abc")
-    assert hits(trace, "plain-lru", 2) == [0, 2]
-    assert hits(trace, "plain-lru", 2, chunk=1) == [0, 0]  # c came last and cost a
-    assert hits(trace, "lru", 2, chunk=1) == [0, 2]  # no request evicts its own chain
+    assert hits(trace, "lru", 2) == [0, 2]
+    assert hits(trace, "lru", 2, chunk=1) == [0, 0]  # c came last and cost a
+    assert hits(trace, "ledger-lru", 2, chunk=1) == [0, 2]  # no request evicts its own chain
 
 
 def test_halves_add_up_and_the_second_is_warm() -> None:
@@ -101,12 +101,12 @@ def test_halves_add_up_and_the_second_is_warm() -> None:
     st.lists(st.text("abc", max_size=6), min_size=1, max_size=40).filter(any),
     st.integers(1, 15),
 )
-def test_the_ledgers_lru_is_plain_lru(prompts: list[str], capacity: int) -> None:
+def test_the_ledgers_lru_is_lru(prompts: list[str], capacity: int) -> None:
     builder = TraceBuilder("t", 4)
     for time, prompt in enumerate(prompts):
         builder.add(float(time), builder.extend(HEAD, prompt))
     trace = builder.build()
-    assert hits(trace, "lru", capacity) == hits(trace, "plain-lru", capacity)
+    assert hits(trace, "ledger-lru", capacity) == hits(trace, "lru", capacity)
 
 
 @pytest.mark.parametrize("policy", known_policies())

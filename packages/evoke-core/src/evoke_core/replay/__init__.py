@@ -10,7 +10,7 @@ The command ``evoke replay`` does the same with tables, plots and a progress bar
 of a single tier, one request after the other, see :mod:`~evoke_core.replay.simulate`.
 """
 
-from evoke_core.replay.generate import concatenate, generate, hot_cold, loop
+from evoke_core.replay.generate import concatenate, conversations, first, generate, hot_cold, loop
 from evoke_core.replay.grid import (
     Budget,
     Cell,
@@ -37,6 +37,8 @@ __all__ = [
     "TraceError",
     "TraceResult",
     "concatenate",
+    "conversations",
+    "first",
     "generate",
     "hot_cold",
     "known_policies",

@@ -23,10 +23,8 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from evoke_core.policies import POLICIES
 from evoke_core.replay.generate import SHAPES, concatenate, generate
 from evoke_core.replay.grid import (
-    CEILING,
     Budget,
     Cell,
     ReplayError,
@@ -80,9 +78,9 @@ def cli() -> None:
     "policies",
     type=_split,
     metavar="LIST",
-    default=",".join([*POLICIES, "arc", "s3fifo", "wtinylfu", CEILING]),
+    default="adaptive,scored,lru,arc,s3fifo,wtinylfu,min",
     show_default=True,
-    help=f"Known: {', '.join(known_policies())}.",
+    help=f"Known: {', '.join(known_policies())}. The ledger's own lru is ledger-lru.",
 )
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write results here.")
 @click.option("--plot", "plot_path", type=click.Path(path_type=Path), help="Draw hits over budget.")

@@ -2,17 +2,20 @@
 
 - :func:`loop` (W1): contexts visited round robin, the worst case of recency.
 - :func:`hot_cold` (W1S): a few contexts in every round while a scan of others passes through.
-- :func:`concatenate`: one trace after another, a change of phase.
+- :func:`conversations`: growing conversations of skewed popularity behind shared instructions.
+- :func:`concatenate`: one trace after another, a change of phase; :func:`first`: its beginning.
 
-Every request is a context of ``blocks`` blocks and a question of ``question_blocks`` that comes
+In the first two every request is a context of ``blocks`` blocks and a question of ``question_blocks`` that comes
 once. Requests are a second apart. With a ``seed`` every round is shuffled anew; without one the
 order is fixed.
 """
 
 import random
 from array import array
+from bisect import bisect
 from collections.abc import Callable, Iterable, Mapping
 from inspect import signature
+from itertools import accumulate
 
 from attrs import evolve
 
@@ -75,7 +78,50 @@ def hot_cold(
     return _build("w1s", visits(), hot + cold_per_round, question_blocks, seed)
 
 
-SHAPES: Mapping[str, Callable[..., Trace]] = {"w1": loop, "w1s": hot_cold}
+def conversations(
+    *,
+    users: int = 400,
+    requests: int = 4000,
+    skew: int = 90,
+    systems: int = 20,
+    system_blocks: int = 8,
+    turn_blocks: int = 3,
+    turns: int = 12,
+    seed: int = 0,
+) -> Trace:
+    """Return conversations that users of unequal activity go on with, in random order.
+
+    The user of each request is drawn by Zipf's law with exponent ``skew / 100``. A conversation
+    starts with one of ``systems`` shared instructions, grows by ``turn_blocks`` a request, and
+    is followed by a new one of the same user after ``turns``.
+
+    Raises:
+        TraceError: a number below its minimum.
+    """
+    _at_least(1, users=users, requests=requests, systems=systems, turns=turns)
+    _at_least(0, skew=skew, system_blocks=system_blocks)
+    _at_least(1, turn_blocks=turn_blocks)
+    draw = random.Random(seed)
+    weights = list(accumulate((rank + 1) ** (-skew / 100) for rank in range(users)))
+    builder = TraceBuilder("zipf", TOKENS_PER_BLOCK)
+    done = [0] * users
+    for request in range(requests):
+        user = bisect(weights, draw.random() * weights[-1], hi=users - 1)
+        conversation, turn = divmod(done[user], turns)
+        done[user] += 1
+        system = (user + conversation) % systems
+        shared = [("system", system, at) for at in range(system_blocks)]
+        own = [("turn", user, conversation, at) for at in range((turn + 1) * turn_blocks)]
+        session = f"user-{user}-{conversation}"
+        builder.add(float(request), builder.extend(HEAD, [*shared, *own]), session=session)
+    return builder.build()
+
+
+SHAPES: Mapping[str, Callable[..., Trace]] = {
+    "w1": loop,
+    "w1s": hot_cold,
+    "zipf": conversations,
+}
 """Shapes by name."""
 
 
@@ -100,6 +146,25 @@ def generate(text: str) -> Trace:
             raise TraceError(f"{text}: {key} = {value!r} is no whole number") from None
     trace = SHAPES[name](**given)
     return evolve(trace, name=text)
+
+
+def first(trace: Trace, requests: int) -> Trace:
+    """Return the first ``requests`` requests of a trace, with the blocks that occur in them.
+
+    Raises:
+        TraceError: there is no block in them.
+    """
+    builder = TraceBuilder(trace.name, trace.tokens_per_block)
+    for request in range(min(requests, len(trace))):
+        builder.add(
+            trace.times[request],
+            builder.extend(HEAD, trace.chain(request)),
+            tokens=trace.tokens[request],
+            request_id=trace.ids[request],
+            session=trace.sessions[request],
+            role=trace.roles[request],
+        )
+    return builder.build()
 
 
 def concatenate(traces: Iterable[Trace], name: str | None = None) -> Trace:

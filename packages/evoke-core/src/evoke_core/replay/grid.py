@@ -25,6 +25,7 @@ from evoke_core.replay.trace import Trace
 
 CEILING = "min"
 BASELINE = "lru"
+_LEDGER = {"ledger-lru": "lru"}  # the ledger's policies whose name a rival has
 _NO_GAP = 1e-4  # baseline and ceiling closer than this: a share of the gap would be noise
 
 
@@ -179,8 +180,12 @@ class _Plan:
 
 
 def known_policies() -> list[str]:
-    """Return the names that can be replayed: the ledger's policies, the rivals, and MIN."""
-    return [*POLICIES, *RIVALS, CEILING]
+    """Return the names that can be replayed: the ledger's policies, the rivals, and MIN.
+
+    ``lru`` is the plain one over an ordered dictionary, ``ledger-lru`` the ledger's.
+    """
+    renamed = {policy: name for name, policy in _LEDGER.items()}
+    return [*(renamed.get(name, name) for name in POLICIES), *RIVALS, CEILING]
 
 
 def make_tier(
@@ -347,9 +352,11 @@ def _result(trace: Trace, cells: list[Cell]) -> TraceResult:
 
 def _settings(policy: str, config: EvokeConfig | None) -> EvokeConfig:
     try:
-        return evolve(EvokeConfig() if config is None else config, policy=policy)
+        return evolve(
+            EvokeConfig() if config is None else config, policy=_LEDGER.get(policy, policy)
+        )
     except ConfigError as error:
-        if policy in POLICIES:
+        if _LEDGER.get(policy, policy) in POLICIES:
             raise ReplayError(f"policy {policy}: {error}") from None
         known = ", ".join(known_policies())
         raise ReplayError(f"unknown policy {policy!r}; known: {known}") from None

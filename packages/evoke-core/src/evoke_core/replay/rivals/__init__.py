@@ -19,7 +19,7 @@ from evoke_core.replay.rivals.wtinylfu import WTinyLfu
 from evoke_core.replay.tiers import BlockCache
 
 RIVALS: Mapping[str, Callable[[int], BlockCache]] = {
-    "plain-lru": PlainLru,
+    "lru": PlainLru,
     "arc": Arc,
     "s3fifo": S3Fifo,
     "wtinylfu": lambda capacity: WTinyLfu(capacity, window=0.01),
