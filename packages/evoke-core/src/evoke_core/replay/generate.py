@@ -5,9 +5,9 @@
 - :func:`conversations`: growing conversations of skewed popularity behind shared instructions.
 - :func:`concatenate`: one trace after another, a change of phase; :func:`first`: its beginning.
 
-In the first two every request is a context of ``blocks`` blocks and a question of ``question_blocks`` that comes
-once. Requests are a second apart. With a ``seed`` every round is shuffled anew; without one the
-order is fixed.
+In the first two every request is a context of ``blocks`` blocks and a question of
+``question_blocks`` that comes once; with a ``seed`` every round is shuffled anew, without one the
+order is fixed. Generated requests are a second apart.
 """
 
 import random
