@@ -44,15 +44,15 @@ CLASSES = 1 + _COUNTS * _GAPS
 
 _SINGLE_AGES = 16  # bins of one request each, so that short loops are seen sharply
 _OLDEST = 30_000
-_PER_DOUBLING = 2
+_HALF_DOUBLINGS_UNTIL = 100  # beyond, a bin for each doubling is as good, and cheaper
 
 
 def _bin_edges() -> list[int]:
     edges = list(range(_SINGLE_AGES + 2))
     step = 1
     while edges[-1] < _OLDEST:
-        edges.append(math.ceil((_SINGLE_AGES + 1) * 2 ** (step / _PER_DOUBLING)))
-        step += 1
+        edges.append(math.ceil((_SINGLE_AGES + 1) * 2 ** (step / 2)))
+        step += 1 if edges[-1] < _HALF_DOUBLINGS_UNTIL else 2
     return edges
 
 

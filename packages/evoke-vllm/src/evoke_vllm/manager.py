@@ -13,6 +13,8 @@ never reported as stored raises, because any slot it could name would feed wrong
 import time
 from collections.abc import Collection, Iterable
 from itertools import groupby
+from operator import itemgetter
+from typing import cast
 
 from typing_extensions import override
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
@@ -36,7 +38,7 @@ from evoke_core import BlockLedger, BlockState, EvokeConfig, RequestTags, TagPro
 logger = init_logger(__name__)
 
 TAGS_KEY = "evoke"
-_GROUP_BYTES = 4
+_group_bytes = itemgetter(slice(-4, None))
 _STATES = {BlockState.ABSENT: False, BlockState.PENDING: None, BlockState.READY: True}
 
 
@@ -134,9 +136,9 @@ class EvokeOffloadingManager(OffloadingManager):
                 self.ledger.touch(request_id, stretch, group=group, start=start)
         for group, start, stretch in offered:
             reservation = self.ledger.reserve(request_id, stretch, group=group, start=start)
-            granted += map(OffloadKey, reservation.keys)
+            granted += cast(list[OffloadKey], reservation.keys)
             slots += reservation.slots
-            evicted += map(OffloadKey, reservation.evicted)
+            evicted += cast(list[OffloadKey], reservation.evicted)
         return PrepareStoreOutput(granted, CPULoadStoreSpec(slots), evicted)
 
     @override
@@ -161,7 +163,7 @@ class EvokeOffloadingManager(OffloadingManager):
         # Like the stock manager, a reset announces nothing: the connector drops its own records.
         return [
             OffloadingEvent(
-                keys=[OffloadKey(key) for key in decision.keys],
+                keys=cast(list[OffloadKey], decision.keys),
                 medium=CPULoadStoreSpec.medium(),
                 removed=decision.kind == "evicted",
             )
@@ -205,6 +207,6 @@ def _by_group(keys: Collection[OffloadKey]) -> list[tuple[int, list[bytes]]]:
     parts = list(keys)
     if not parts:
         return []
-    if len({key[-_GROUP_BYTES:] for key in parts}) == 1:
+    if len(set(map(_group_bytes, parts))) == 1:
         return [(get_offload_group_idx(parts[0]), parts)]
     return [(group, list(part)) for group, part in groupby(parts, get_offload_group_idx)]
