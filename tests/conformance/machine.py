@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from evoke_core import BlockLedger, EvokeConfig, RetentionIndex
+from evoke_core.adaptive import AdaptivePolicy
 from tests.conformance.adapters import (
     IndexTier,
     LedgerTier,
@@ -62,10 +63,19 @@ class Setup:
     rules: Rules
     store_threshold: int
     plans_first: bool
+    ghosts_at_least: int  # under "adaptive", on top of what the pool's size grants
+
+    def policy(self) -> AdaptivePolicy | None:
+        """A learning policy, one for each side; None where the configuration's name is enough."""
+        if self.config.policy != "adaptive":
+            return None
+        policy = AdaptivePolicy(self.config)
+        policy.ghosts_at_least = self.ghosts_at_least
+        return policy
 
 
 @st.composite
-def setups(draw: Any, *, admits: bool, signals: bool) -> Setup:
+def setups(draw: Any, *, admits: bool, signals: bool, small_memory: bool) -> Setup:
     groups = draw(st.sampled_from([(FULL,), (FULL,), (FULL, WINDOW), (FULL, WINDOW, SECOND)]))
     weights = draw(
         st.sampled_from(
@@ -74,7 +84,7 @@ def setups(draw: Any, *, admits: bool, signals: bool) -> Setup:
         )
     )
     half_life = draw(st.sampled_from(["auto", "auto", 1.5, 16]))
-    policy = draw(st.sampled_from(["scored", "scored", "scored", "lru"]))
+    policy = draw(st.sampled_from(["scored", "scored", "adaptive", "adaptive", "lru"]))
     ghost_factor = draw(st.integers(0, 3))
     names = ("w_recency", "w_reuse", "w_attention", "w_coherence")
     shared = dict(zip(names, weights, strict=True)) | {
@@ -91,6 +101,7 @@ def setups(draw: Any, *, admits: bool, signals: bool) -> Setup:
         ),
         store_threshold=draw(st.sampled_from([0, 0, 0, 2, 3])) if admits else 0,
         plans_first=draw(st.booleans()),
+        ghosts_at_least=draw(st.sampled_from([0, 5, 1_024])) if small_memory else 1_024,
     )
 
 
@@ -122,6 +133,7 @@ class ConformanceMachine(RuleBasedStateMachine):
 
     admits: ClassVar[bool]
     signals: ClassVar[bool]
+    small_memory: ClassVar[bool] = True  # can be given a policy that remembers little
 
     def make(self, setup: Setup) -> tuple[Tier, Tier]:
         """The implementation under test and its reference, behind the same face."""
@@ -146,7 +158,8 @@ class ConformanceMachine(RuleBasedStateMachine):
 
     @initialize(data=st.data())
     def start(self, data: st.DataObject) -> None:
-        self.setup = data.draw(setups(admits=self.admits, signals=self.signals), label="setup")
+        drawn = setups(admits=self.admits, signals=self.signals, small_memory=self.small_memory)
+        self.setup = data.draw(drawn, label="setup")
         self.tier, self.model = self.make(self.setup)
 
     def both(self, operation: str, *args: Any) -> Any:
@@ -318,7 +331,11 @@ class ConformanceMachine(RuleBasedStateMachine):
             self._touch(request, 0)
 
     def _assert_head_kept(self, offers: list[Offer], resident: set[bytes]) -> None:
-        """2: of what was offered of a chain, only a tail may be missing."""
+        """2: of what was offered of a chain, only a tail may be missing.
+
+        Under a policy that admits as well: a new block competes once those behind it have lost, so
+        a refusal never leaves a gap, however little the head is worth. It may be the whole offer.
+        """
         for group, _, keys in offers:
             if self.tier.admits and group != WINDOW and not self.in_the_air & set(keys):
                 there = [key in resident for key in keys]
@@ -569,7 +586,7 @@ class ConformanceMachine(RuleBasedStateMachine):
             return
         model = self.model.ledger.index  # type: ignore[attr-defined]
         assert counts["ghosts"] == len(model.ghosts)
-        assert counts["ghosts"] <= self.setup.config.ghost_factor * self.setup.capacity
+        assert counts["ghosts"] <= model.ghost_limit(self.setup.capacity)
         assert counts["open_requests"] == len(self.alive())
         assert counts["pending"] == sum(len(writing.keys) for writing in self.in_flight)
         assert counts["held"] == len({k for r in self.requests for load in r.loads for k in load})
@@ -610,7 +627,11 @@ class ConformanceMachine(RuleBasedStateMachine):
         assert self.tier.index.candidates(self.setup.capacity) == []
 
     def _assert_every_slot_can_be_had(self) -> None:
-        """5: a chain as long as the pool gets all of it; a slot that leaked would be missing."""
+        """5: a chain as long as the pool gets all of it; a slot that leaked would be missing.
+
+        A policy that admits may keep residents instead: then they have the other slots.
+        """
+        residents = dict(self.slot_of)
         keys = keys_of("z" * self.setup.capacity)
         for n in range(max(1, self.setup.store_threshold)):
             self.tier.open(f"fill{n}", None)
@@ -618,8 +639,10 @@ class ConformanceMachine(RuleBasedStateMachine):
             got = self.tier.store(f"fill{n}", [Offer(FULL, 0, keys)])
             self.tier.finish(f"fill{n}", got.keys, got.tickets or None, False)
             self.tier.close(f"fill{n}")
-        assert got.keys == keys
-        assert sorted(got.slots) == list(range(self.setup.capacity))
+            for key in got.evicted:
+                del residents[key]
+        assert self.setup.config.policy == "adaptive" or got.keys == keys
+        assert sorted([*got.slots, *residents.values()]) == list(range(self.setup.capacity))
 
 
 def _without_window_positions(blocks: dict[bytes, Any]) -> dict[bytes, Any]:
@@ -634,8 +657,8 @@ class IndexMachine(ConformanceMachine):
 
     def make(self, setup: Setup) -> tuple[Tier, Tier]:
         windows = tuple(sorted(setup.rules.window_groups))
-        index = RetentionIndex(setup.config, window_groups=windows)
-        reference = ReferenceIndex(setup.rules)
+        index = RetentionIndex(setup.config, policy=setup.policy(), window_groups=windows)
+        reference = ReferenceIndex(setup.rules, setup.policy())
         return (
             IndexTier(index, setup.capacity, plans_first=setup.plans_first),
             IndexTier(reference, setup.capacity, plans_first=setup.plans_first),
@@ -648,6 +671,7 @@ class LedgerMachine(ConformanceMachine):
     def make(self, setup: Setup) -> tuple[Tier, Tier]:
         ledger = BlockLedger(
             setup.capacity,
+            policy=setup.policy(),
             config=setup.config,
             store_threshold=setup.store_threshold,
             window_groups=tuple(sorted(setup.rules.window_groups)),
@@ -656,7 +680,7 @@ class LedgerMachine(ConformanceMachine):
 
 
 class VllmMachine(ConformanceMachine):
-    admits, signals = True, False
+    admits, signals, small_memory = True, False, False
 
     def make(self, setup: Setup) -> tuple[Tier, Tier]:
         from evoke_vllm.manager import EvokeOffloadingManager
@@ -672,5 +696,10 @@ class VllmMachine(ConformanceMachine):
 
 
 def _reference_ledger(setup: Setup) -> LedgerTier:
-    ledger = ReferenceLedger(setup.capacity, setup.rules, store_threshold=setup.store_threshold)
+    ledger = ReferenceLedger(
+        setup.capacity,
+        setup.rules,
+        store_threshold=setup.store_threshold,
+        learner=setup.policy(),
+    )
     return LedgerTier(ledger)

@@ -10,13 +10,14 @@ block. It is meant to be checked by reading, so it prefers the wording of the ru
 
 Both have the public methods of `evoke_core.RetentionIndex` and `evoke_core.BlockLedger`, so a
 test can drive an implementation and its reference with the same calls. The reference never
-imports the package under test.
+imports the package under test; the one thing it may be handed is a `Learner`, which turns the
+history of one block into a number and is told of every block on its own.
 """
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 REUSE_CAP = 53  # 1 - 2**-53 is the last value below one
 UNKNOWN = b""  # fills a chain where a request has not said what stands there
@@ -49,6 +50,30 @@ class Tags(Protocol):
     priority: float
 
 
+class History(NamedTuple):
+    """All that a learner knows of a block, resident or remembered."""
+
+    reuse: int
+    last: int
+    gap: int  # requests between the last two touches
+    role: str | None
+    priority: float
+
+
+class Learner(Protocol):
+    """The policy's learning side; the reference hands it blocks one by one."""
+
+    ghosts_at_least: int
+
+    def class_key(self, run: Any, clock: int) -> Any: ...
+    def score(self, key: Any, age: int, half_life: float) -> float: ...
+    def begin(self, capacity: int, chain_length: float) -> None: ...
+    def advance(self, clock: int, capacity: int) -> bool: ...
+    def used(self, past: Any, tick: int, blocks: int) -> int: ...
+    def entered(self, history: Any, blocks: int) -> None: ...
+    def forget(self, past: Any, blocks: int) -> None: ...
+
+
 @dataclass
 class Claim:
     """A value that a request lent to a block, and when that request was opened."""
@@ -72,6 +97,11 @@ class Block:
     attention: float = 0.0
     coherence: float = 0.0
     holds: int = 0
+    gap: int = 0
+
+    @property
+    def history(self) -> History:
+        return History(self.reuse, self.last, self.gap, self.role, self.priority.value)
 
 
 class View(NamedTuple):
@@ -93,7 +123,7 @@ class View(NamedTuple):
 
 @dataclass
 class Ghost:
-    reuse: int
+    history: History
     serial: int  # which entry of the FIFO speaks for it
 
 
@@ -116,10 +146,15 @@ class Request:
 
 
 class ReferenceIndex:
-    """What is resident, how it ranks, what is remembered. No slots, no capacity."""
+    """What is resident, how it ranks, what is remembered. No slots, no capacity.
 
-    def __init__(self, rules: Rules) -> None:
+    With a `learner`, policy "adaptive": the learner gives the scores, is told of every block that
+    is used, enters or is forgotten, and new blocks compete for their places (`compete`).
+    """
+
+    def __init__(self, rules: Rules, learner: Learner | None = None) -> None:
         self.rules = rules
+        self.learner = learner
         self.clock = 0
         self.half_life = HALF_LIFE_START if rules.half_life is None else rules.half_life
         self.blocks: dict[bytes, Block] = {}
@@ -127,6 +162,8 @@ class ReferenceIndex:
         self.ghosts: dict[bytes, Ghost] = {}
         self._ghost_fifo: deque[tuple[bytes, int]] = deque()
         self._most_resident = 0
+        self._ever_full = False
+        self._named = 0
         self._serial = 0
         self._mark = 0
         self._inserted_since_mark = 0
@@ -136,6 +173,8 @@ class ReferenceIndex:
     def open(self, request_id: str, tags: Tags, now: float = 0.0) -> None:
         self.clock += 1
         self.requests[request_id] = Request(self.clock, tags.source_type, tags.priority)
+        if self.learner is not None:
+            self.learner.advance(self.clock, self._most_resident)
 
     def close(self, request_id: str) -> None:
         self.requests.pop(request_id, None)
@@ -164,6 +203,7 @@ class ReferenceIndex:
             chain[start : start + len(keys)] = keys
             walk = chain[: start + len(keys)]
         fresh = [key for key in keys if (group, key) not in request.named]
+        self._named += 0 if windowed else len(fresh)
         request.named |= {(group, key) for key in keys}
         for key in walk:
             block = self.blocks.get(key)
@@ -177,6 +217,8 @@ class ReferenceIndex:
 
     def _count(self, request: Request, block: Block) -> None:
         request.counted.add(block.key)
+        if self.learner is not None:
+            block.gap = self.learner.used(block.history, request.tick, 1)
         block.reuse = min(REUSE_CAP, block.reuse + 1)
         block.last = max(block.last, request.tick)
         floor = self.rules.floor_of(request.role)
@@ -184,6 +226,8 @@ class ReferenceIndex:
             block.floor, block.role = Claim(floor, request.tick), request.role
         if self._takes_over(block.priority, request.priority):
             block.priority = Claim(request.priority, request.tick)
+        if self.learner is not None:
+            self.learner.entered(block.history, 1)
 
     def _takes_over(self, claim: Claim, value: float) -> bool:
         """The highest living claim stands; a claim dies a half-life after its request closed."""
@@ -211,24 +255,72 @@ class ReferenceIndex:
     def _add(
         self, request: Request, key: bytes, group: int, position: int, parent: bytes | None
     ) -> None:
+        self._file(request, self.draft(request, key, group, position, parent))
+
+    def draft(
+        self, request: Request, key: bytes, group: int, position: int, parent: bytes | None
+    ) -> Block:
+        """A block with the history it would be resident with: this request on top of its ghost."""
         ghost = self.ghosts.pop(key, None)  # its place in the FIFO stays taken
-        remembered = 0 if ghost is None else ghost.reuse
+        before = key in request.counted
+        remembered = 0 if ghost is None else ghost.history.reuse
         self._serial += 1
-        self.blocks[key] = Block(
+        block = Block(
             key=key,
             group=group,
             position=position,
             parent=parent,
             serial=self._serial,
             last=request.tick,
-            reuse=max(1, min(REUSE_CAP, remembered + (key not in request.counted))),
+            reuse=max(1, min(REUSE_CAP, remembered + (not before))),
             floor=Claim(self.rules.floor_of(request.role), request.tick),
             priority=Claim(request.priority, request.tick),
             role=request.role,
         )
-        request.counted.add(key)
+        if self.learner is not None:
+            if ghost is not None and before:
+                block.gap = ghost.history.gap
+                self.learner.forget(ghost.history, 1)
+            elif ghost is not None:
+                block.gap = self.learner.used(ghost.history, request.tick, 1)
+            self.learner.entered(block.history, 1)
+        return block
+
+    def _file(self, request: Request, block: Block) -> None:
+        self.blocks[block.key] = block
+        request.counted.add(block.key)
         self._inserted_since_mark += 1
         self._most_resident = max(self._most_resident, len(self.blocks))
+
+    def compete(
+        self, request_id: str, drafts: list[Block], room: int
+    ) -> tuple[list[bytes], list[bytes]]:
+        """File the drafts that beat what would have to go for them: (filed, evicted).
+
+        Drafts of a chain lose from its tail. Who loses is remembered, as if evicted.
+        """
+        request = self.requests[request_id]
+        losers: list[bytes] = []
+        if len(drafts) > room:
+            self._measure_turnover()
+            losers = self.candidates(len(drafts) - room, protect=request_id, drafts=drafts)
+        winners = {draft.key: draft for draft in drafts}
+        evicted = []
+        for key in losers:
+            if key in winners:
+                self._remember(winners.pop(key))
+            else:
+                self._remember(self.blocks.pop(key))
+                evicted.append(key)
+        for draft in winners.values():
+            self._file(request, draft)
+        return list(winners), evicted
+
+    def note_full(self) -> None:
+        """Blocks must go for the first time: the learner hears of the pool's size."""
+        if not self._ever_full and self.learner is not None:
+            self.learner.begin(self._most_resident, self._named / max(1, self.clock))
+        self._ever_full = True
 
     def parent_in_chain(self, request: Request, group: int, position: int) -> bytes | None:
         chain = request.chains.get(group, [])
@@ -243,8 +335,11 @@ class ReferenceIndex:
         if block is None:
             return False
         if reason == "capacity":
+            self.note_full()
             self._measure_turnover()
             self._remember(block)
+        elif self.learner is not None:
+            self.learner.forget(block.history, 1)
         del self.blocks[key]
         return True
 
@@ -252,6 +347,7 @@ class ReferenceIndex:
         """Measure the turnover once, then drop the candidates and remember them."""
         if n <= 0:
             return []
+        self.note_full()
         self._measure_turnover()
         victims = self.candidates(n, protect=protect)
         for key in victims:
@@ -268,12 +364,18 @@ class ReferenceIndex:
 
     def _remember(self, block: Block) -> None:
         self._serial += 1
-        self.ghosts[block.key] = Ghost(block.reuse, self._serial)
+        self.ghosts[block.key] = Ghost(block.history, self._serial)
         self._ghost_fifo.append((block.key, self._serial))
-        while len(self._ghost_fifo) > self.rules.ghost_factor * self._most_resident:
+        while len(self._ghost_fifo) > self.ghost_limit(self._most_resident):
             key, serial = self._ghost_fifo.popleft()
             if key in self.ghosts and self.ghosts[key].serial == serial:
-                del self.ghosts[key]
+                ghost = self.ghosts.pop(key)
+                if self.learner is not None:
+                    self.learner.forget(ghost.history, 1)
+
+    def ghost_limit(self, most_resident: int) -> int:
+        at_least = 0 if self.learner is None else self.learner.ghosts_at_least
+        return self.rules.ghost_factor * most_resident + at_least
 
     def clear(self) -> None:
         self.blocks.clear()
@@ -309,6 +411,9 @@ class ReferenceIndex:
         rules = self.rules
         if rules.policy == "lru":
             return float(block.last)
+        if self.learner is not None:
+            rank_class = self.learner.class_key(block.history, self.clock)
+            return self.learner.score(rank_class, self.clock - block.last, self.half_life)
         recency = 2.0 ** (-(self.clock - block.last) / self.half_life)
         reuse = 1.0 - 2.0**-block.reuse
         signal = (
@@ -340,11 +445,17 @@ class ReferenceIndex:
         eligible: Callable[[bytes], bool] | None = None,
         *,
         protect: str | None = None,
+        drafts: Sequence[Block] = (),
     ) -> list[bytes]:
-        """Take the lowest leaf out of a copy of the pool, n times."""
+        """Take the lowest leaf out of a copy of the pool, n times.
+
+        Of `drafts`, new blocks of one offer, the deepest left is a leaf too; in a window group all.
+        """
         left = dict(self.blocks)
+        offered = list(drafts)
         chosen: list[bytes] = []
         while len(chosen) < n:
+            windowed = any(draft.group in self.rules.window_groups for draft in offered)
             parents = {block.parent for block in left.values()}
             evictable = [
                 block
@@ -353,11 +464,14 @@ class ReferenceIndex:
                 and not block.holds
                 and not self._owned(block, protect)
                 and (eligible is None or eligible(block.key))
-            ]
+            ] + (offered if windowed else offered[-1:])
             if not evictable:
                 break
             victim = min(evictable, key=self._rank)
-            del left[victim.key]
+            if victim in offered:
+                offered.remove(victim)
+            else:
+                del left[victim.key]
             chosen.append(victim.key)
         return chosen
 
@@ -426,8 +540,9 @@ class ReferenceLedger:
         *,
         store_threshold: int = 0,
         max_tracker_size: int = 64_000,
+        learner: Learner | None = None,
     ) -> None:
-        self.index = ReferenceIndex(rules)
+        self.index = ReferenceIndex(rules, learner)
         self.capacity = capacity
         self.slots: dict[bytes, int] = {}
         self.pending: dict[bytes, Transfer] = {}
@@ -469,19 +584,40 @@ class ReferenceLedger:
         wanted = self._admissible(request, keys, group, start)
 
         free = self.capacity - len(self.index)
-        batches = self.index.evict(len(wanted) - free, protect=request_id)
-        evicted = [key for batch in batches for key in batch.keys]
+        if self.index.learner is not None:
+            names, evicted = self._compete(request_id, wanted, group, free)
+        else:
+            batches = self.index.evict(len(wanted) - free, protect=request_id)
+            evicted = [key for batch in batches for key in batch.keys]
+            admitted = wanted[: self.capacity - len(self.index)]
+            for position, key in admitted:
+                self.index.insert(request_id, [key], group=group, start=position)
+            names = [key for _, key in admitted]
         for key in evicted:
             del self.slots[key]
-
-        admitted = wanted[: self.capacity - len(self.index)]
-        for position, key in admitted:
-            self.index.insert(request_id, [key], group=group, start=position)
+        for key in names:
             self.index.hold(key)
             self.pending[key] = Transfer(request_id, self._ticket)
             self.slots[key] = min(set(range(self.capacity)) - set(self.slots.values()))
-        names = [key for _, key in admitted]
         return ReferenceReservation(names, [self.slots[k] for k in names], evicted, self._ticket)
+
+    def _compete(
+        self, request_id: str, wanted: list[tuple[int, bytes]], group: int, free: int
+    ) -> tuple[list[bytes], list[bytes]]:
+        """Under a policy that admits, new blocks must beat what would go for them."""
+        request = self.index.requests[request_id]
+        if len(wanted) > free:
+            self.index.note_full()
+        drafts = [
+            self.index.draft(
+                request, key, group, position, self.index.parent_in_chain(request, group, position)
+            )
+            for position, key in wanted
+        ]
+        filed, evicted = self.index.compete(request_id, drafts, free)
+        for position, key in wanted:  # a gap may be filled now
+            self.touch(request_id, [key] if key in filed else [], group=group, start=position)
+        return filed, evicted
 
     def _admissible(
         self, request: Request, keys: Sequence[bytes], group: int, start: int
