@@ -123,6 +123,9 @@ class AdaptivePolicy(Policy):
     def forget(self, past: History, blocks: int) -> None:
         self._model.forgotten(class_of(past.reuse, past.gap), past.last, blocks)
 
+    def clear(self) -> None:
+        self._model.clear()
+
     def _hint(self, history: History) -> int:
         """Number the group of hints; a role that is not configured counts as none."""
         priority = history.priority

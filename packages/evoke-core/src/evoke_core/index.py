@@ -245,6 +245,7 @@ class RetentionIndex:
         """Forget blocks, holds and ghosts; open requests stay and count anew."""
         self._forest.clear()
         self._ghosts.clear()
+        self._policy.clear()
         self._half_life.restart(self.clock)
         for request in self._requests.values():
             for chain in request.chains.values():
@@ -478,6 +479,7 @@ class RetentionIndex:
         One run for each part that was evicted together, or never was resident.
         """
         drafts = []
+        chain = request.chain(group)
         for start, keys in missing:
             pasts = self._ghosts.recall(keys)
             counted = self._counted(request, group, start, keys)
@@ -493,6 +495,11 @@ class RetentionIndex:
                 run = self._new_run(request, keys[begin:end], group, start + begin)
                 self._inherit(run, pasts[begin], counted[begin])
                 drafts.append(run)
+            # Counted even if they are refused: offering a block again is no second use.
+            if group in request.windows:
+                request.windows[group].update(dict.fromkeys(keys, True))
+            else:
+                chain.mark(start, start + len(keys))
         return drafts
 
     @staticmethod
@@ -568,10 +575,6 @@ class RetentionIndex:
             if not run.keys:
                 continue
             added += run.keys
-            if run.windowed:
-                request.windows[run.group][run.keys[0]] = True
-            else:
-                request.chain(run.group).mark(run.start, run.start + len(run.keys))
             self._forest.add(run, hold=hold)
         if added and not drafts[0].windowed:  # a closed gap may have made more of the chain count
             chain = request.chain(drafts[0].group)

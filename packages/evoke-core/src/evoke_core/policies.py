@@ -69,6 +69,9 @@ class Policy:
     def forget(self, past: History, blocks: int) -> None:
         """Blocks with this past will not be recognised again."""
 
+    def clear(self) -> None:
+        """All blocks were dropped at once, for no reason of their own."""
+
 
 class ScoredPolicy(Policy):
     """The seed formula, to the letter::

@@ -125,6 +125,10 @@ class ReuseModel:
         self._new_unused[of_class, bin_of(self.clock - last)] += blocks
         self._leave(of_class, last, blocks)
 
+    def clear(self) -> None:
+        """No block waits any longer; that none of them was reused again says nothing."""
+        self._cohorts[:] = 0
+
     def _leave(self, of_class: int, last: int, blocks: int) -> None:
         if self.clock - last < _HORIZON:
             self._cohorts[of_class, last % _HORIZON] -= blocks
