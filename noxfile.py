@@ -255,6 +255,15 @@ def bench(session: nox.Session) -> None:
     run_engine(session, "-m", "bench", *session.posargs)
 
 
+@nox.session
+def replay(session: nox.Session) -> None:
+    """Every trace and shape under every policy: bench/REPLAY.md. Needs no engine."""
+    light = ("click", "rich")
+    needed = (each for each in group("bench") if each.startswith(light))
+    session.install(*needed, "-e", "packages/evoke-core[cli]")
+    session.run("python", "-m", "bench", "replay", *session.posargs)
+
+
 @nox.session(python=False)
 def lock(session: nox.Session) -> None:
     """Pin what the engines' environments hold. `-- --upgrade` takes the newest."""

@@ -1,0 +1,230 @@
+"""bench/REPLAY.md, from results alone: a pure function of the documents."""
+
+from collections.abc import Iterable, Sequence
+
+from bench.replay.results import Document
+from bench.replay.targets import (
+    CEILING,
+    OURS,
+    RIVALS,
+    Duel,
+    duels,
+    losses,
+    lru_budget,
+    points,
+    verdicts,
+)
+from evoke_core.replay import TraceResult
+
+_NAMES = {
+    "lru": "LRU",
+    "arc": "ARC",
+    "s3fifo": "S3-FIFO",
+    "wtinylfu": "W-TinyLFU 1%",
+    "wtinylfu20": "W-TinyLFU 20%",
+    "scored": "scored",
+    "min": "MIN",
+}
+_COLUMNS = (*RIVALS, "scored", CEILING)
+
+_INTRO = """\
+# Replay: one policy on every workload
+
+The results of `nox -s replay` (or `python -m bench replay`), rendered from the JSON files in
+[published/replay](published/replay); nothing below is typed by hand. `--render` renders again
+without replaying.
+
+Every request of a trace goes through a single tier of a fixed size with nothing in front of it; all
+its blocks are offered, one request after the other. Numbers are block hit ratios: the share of all
+requested blocks that lay in a resident prefix. A budget is a share of the trace's different blocks.
+`adaptive` runs with its defaults everywhere and without tags. MIN knows the future and is the
+ceiling. *margin* is `adaptive` against the best rival of the cell, in points (.01 of the hit
+ratio). *gap* is the share of the way from LRU to MIN that `adaptive` goes, left out where there is
+none. Recorded traces and generated shapes are kept apart: a mean over both would say nothing.
+
+The defaults were chosen on the first half of the recorded traces called *named* below, and on W1,
+W1S and the change of phase. All other workloads were replayed afterwards. In the second half, only
+its requests count, in a tier and with a policy warm from the first.
+"""
+
+_MEMORY = """\
+How much memory would LRU need to find as many blocks? Read off between LRU's hit ratios at 22
+budgets, on a logarithmic scale of sizes.
+"""
+
+_HINTS = """\
+Hit ratios with tags, as points gained or lost against no tags at all. *Truthful*: session and role
+as recorded (the conversations record neither, the shapes only sessions). *Shuffled*: roles and
+priorities at random. *All at maximum*: every request claims role `system` and priority 10. *One
+greedy tenant*: only one in eight does. `scored` obeys its tags by definition, so it loses what a
+liar takes.
+"""
+
+
+def render(documents: Sequence[Document], folder: str) -> str:
+    """Return the report. Pictures are looked for in `folder`, relative to the report's."""
+    recorded = [each for each in documents if each.kind == "recorded"]
+    phases = [each for each in documents if each.kind == "phase"]
+    shapes = [each for each in documents if each.kind == "shape"]
+    parts = [_INTRO, "## Targets\n", _verdicts(documents)]
+    if any(each.curve for each in documents):
+        parts.append(f"![Hit ratio over budget on two traces]({folder}/story.png)\n")
+    parts.append("## Recorded traces\n")
+    for document in recorded:
+        parts += _recorded(document, folder)
+    if any(each.sweep for each in recorded):
+        parts += ["### Memory for equal hits\n", _MEMORY, _memory(recorded)]
+    for title, group in (
+        ("A change of phase", phases),
+        ("Shapes the defaults were chosen on", [each for each in shapes if each.named]),
+        ("Other shapes", [each for each in shapes if not each.named]),
+    ):
+        if group:
+            parts += [f"## {title}\n", _described(group), _grid(group)]
+    hinted = [each for each in documents if each.hints]
+    if hinted:
+        parts += ["## Hints\n", _HINTS, _hints(hinted)]
+    parts += ["## How it was run\n", _machines(documents)]
+    return "\n".join(parts)
+
+
+def _verdicts(documents: Sequence[Document]) -> str:
+    answers = {True: "yes", False: "**no**", None: "not known"}
+    rows = [(each.target, each.found, answers[each.holds]) for each in verdicts(documents)]
+    return _table(("target", "found", "holds"), rows, numbers=False)
+
+
+def _recorded(document: Document, folder: str) -> list[str]:
+    whole = document.whole
+    named = "named" if document.named else "not tuned on"
+    parts = [
+        f"### {document.title}\n",
+        f"{whole.requests:,} requests, {whole.references:,} blocks requested,"
+        f" {whole.unique_blocks:,} different ones of {whole.tokens_per_block} tokens; if nothing"
+        f" were evicted {whole.ceiling:.4f} would be found. {named.capitalize()}."
+        f" Settings: {_settings(document)}.\n",
+        f"![Hit ratio over budget]({folder}/{document.slug}.png)\n",
+        _cells(duels(document.title, whole), whole),
+    ]
+    if document.second is not None:
+        parts += [
+            "Second half only:\n",
+            _cells(duels(document.title, document.second), document.second),
+        ]
+    return parts
+
+
+def _cells(found: Iterable[Duel], result: TraceResult) -> str:
+    headings = ("budget", "blocks", *_headings())
+    rows = [(duel.budget, f"{duel.capacity:,}", *_values(duel, result)) for duel in found]
+    return _table(headings, rows)
+
+
+def _grid(documents: Iterable[Document]) -> str:
+    rows = [
+        (duel.title, duel.budget, f"{duel.capacity:,}", *_values(duel, document.whole))
+        for document in documents
+        for duel in duels(document.title, document.whole)
+    ]
+    return _table(("workload", "budget", "blocks", *_headings()), rows)
+
+
+def _headings() -> tuple[str, ...]:
+    return (OURS, "best rival", "margin", *(_NAMES[name] for name in _COLUMNS), "gap")
+
+
+def _values(duel: Duel, result: TraceResult) -> tuple[str, ...]:
+    return (
+        f"**{duel.ours:.4f}**",
+        f"{duel.best:.4f} {_NAMES[duel.rival]}",
+        points(duel.margin),
+        *(f"{result.cell(name, duel.budget).block_hits:.4f}" for name in _COLUMNS),
+        "" if duel.gap_closed is None else f"{duel.gap_closed:.3f}",
+    )
+
+
+def _described(documents: Iterable[Document]) -> str:
+    lines = [
+        f"- {each.title}: {each.whole.requests:,} requests, {each.whole.unique_blocks:,} different"
+        f" blocks; {_settings(each)}."
+        for each in documents
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _memory(documents: Iterable[Document]) -> str:
+    rows = []
+    for document in documents:
+        if document.sweep is None:
+            continue
+        for duel in duels(document.title, document.whole):
+            needed = lru_budget(document.sweep, duel.ours)
+            rows.append(
+                (
+                    document.title,
+                    duel.budget,
+                    f"{duel.capacity:,}",
+                    f"{duel.ours:.4f}",
+                    "outside the sweep" if needed is None else f"{needed:,.0f}",
+                    "" if needed is None else f"{needed / duel.capacity:.2f}",
+                )
+            )
+    return _table(("trace", "budget", "blocks", OURS, "LRU needs blocks", "times"), rows)
+
+
+def _hints(documents: Sequence[Document]) -> str:
+    claims = list(dict.fromkeys(claim for each in documents for claim in each.hints))
+    rows = []
+    for document in documents:
+        for policy in (OURS, "scored"):
+            lost = {claim: dict(losses(document, claim, policy)) for claim in document.hints}
+            for budget in dict.fromkeys(cell.budget for cell in document.whole.cells):
+                rows.append(
+                    (
+                        document.title,
+                        policy,
+                        budget,
+                        f"{document.whole.cell(policy, budget).block_hits:.4f}",
+                        *(
+                            points(-lost[claim][budget]) if claim in lost else ""
+                            for claim in claims
+                        ),
+                    )
+                )
+    return _table(("workload", "policy", "budget", "no tags", *claims), rows)
+
+
+def _machines(documents: Sequence[Document]) -> str:
+    lines = []
+    for document in documents:
+        machine = document.machine
+        versions = ", ".join(f"{name} {version}" for name, version in document.versions.items())
+        line = (
+            f"- {document.date}, {machine['cpu']}, {machine['cores']} cores,"
+            f" {machine['memory_gib']} GiB, {machine['system']}; {versions}"
+        )
+        if line not in lines:
+            lines.append(line)
+    seconds = sum(_seconds(each) for each in documents)
+    lines.append(f"- all cells together: {seconds / 60:.0f} minutes of one core")
+    return "\n".join(lines) + "\n"
+
+
+def _seconds(document: Document) -> float:
+    results = [document.whole, document.second, document.sweep, document.curve]
+    results += document.hints.values()
+    return sum(cell.counts.seconds for result in results if result for cell in result.cells)
+
+
+def _settings(document: Document) -> str:
+    parts = []
+    for name, value in document.settings.items():
+        shown = ", ".join(map(str, value)) if isinstance(value, list) else value
+        parts.append(f"{name.replace('_', ' ')} {shown}")
+    return "; ".join(parts)
+
+
+def _table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: bool = True) -> str:
+    last = "---:" if numbers else "---"
+    lines = [headings, ["---", *[last] * (len(headings) - 1)], *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)

@@ -1,0 +1,98 @@
+"""A workload's results as a JSON file: everything the report is rendered from.
+
+A file says when, on which class of machine, with which versions and settings; never a host or a
+path. Another schema is refused.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.errors import BenchError
+from evoke_core.replay import Cell, Counts, TraceResult
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Document:
+    """One workload. `second` counts the second half only, after the first has warmed the tier.
+
+    `hints` holds replays with tags by what was claimed, `sweep` LRU at many budgets, `curve` some
+    policies at many budgets. `loop_seconds` is a bare loop over an ordered dictionary at the
+    budgets of `whole`, summed, as a measure for the speed of `lru`.
+    """
+
+    slug: str
+    title: str
+    kind: str
+    named: bool
+    loops: bool
+    date: str
+    machine: dict[str, Any]
+    versions: dict[str, str]
+    settings: dict[str, Any]
+    whole: TraceResult
+    second: TraceResult | None
+    hints: dict[str, TraceResult]
+    sweep: TraceResult | None
+    curve: TraceResult | None
+    loop_seconds: float | None
+
+    def save(self, folder: Path) -> Path:
+        """Write `<slug>.json` and return it; an older one is replaced."""
+        plain = {
+            name: value
+            for name, value in self.__dict__.items()
+            if name not in ("whole", "second", "hints", "sweep", "curve")
+        }
+        content = {
+            "schema": SCHEMA,
+            **plain,
+            "whole": self.whole.as_dict(),
+            "second": self.second and self.second.as_dict(),
+            "hints": {name: result.as_dict() for name, result in self.hints.items()},
+            "sweep": self.sweep and self.sweep.as_dict(),
+            "curve": self.curve and self.curve.as_dict(),
+        }
+        path = folder / f"{self.slug}.json"
+        path.write_text(json.dumps(content, indent=1) + "\n")
+        return path
+
+
+def load(path: Path) -> Document:
+    """Read one file; BenchError names it if it is not one of this schema."""
+    try:
+        content = json.loads(path.read_text())
+        if content.pop("schema") != SCHEMA:
+            raise ValueError(f"schema is not {SCHEMA}")
+        for name in ("whole", "second", "sweep", "curve"):
+            content[name] = content[name] and _result(content[name])
+        content["hints"] = {name: _result(each) for name, each in content["hints"].items()}
+        return Document(**content)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BenchError(f"{path} is not a result of this benchmark: {error}") from None
+
+
+def load_all(folder: Path) -> list[Document]:
+    """Read a folder: recorded traces first, then phases, then shapes; named ones before fresh."""
+    kinds = ("recorded", "phase", "shape")
+    found: Iterable[Document] = map(load, folder.glob("*.json"))
+    return sorted(found, key=lambda each: (kinds.index(each.kind), not each.named, each.slug))
+
+
+def _result(content: dict[str, Any]) -> TraceResult:
+    cells = [
+        Cell(
+            policy=cell["policy"],
+            budget=cell["budget"],
+            capacity=cell["capacity"],
+            counts=Counts(**cell["counts"]),
+            gap_closed=cell["gap_closed"],
+        )
+        for cell in content["cells"]
+    ]
+    given = {key: value for key, value in content.items() if key not in ("cells", "ceiling")}
+    return TraceResult(**given, cells=cells)

@@ -1,0 +1,104 @@
+"""Replays one workload with everything the report needs of it, and returns the document."""
+
+import os
+import platform
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from datetime import UTC, datetime
+from importlib import metadata
+
+from bench.demo.results import machine
+from bench.replay.hints import CLAIMS
+from bench.replay.results import Document
+from bench.replay.targets import CEILING, OURS, RIVALS
+from bench.replay.workloads import Workload
+from evoke_core.replay import Budget, Cell, Trace, TraceResult, replay
+
+POLICIES = (OURS, "scored", *RIVALS, CEILING)
+_HINTED = (OURS, "scored")
+_CURVE = (OURS, "lru", "arc", "wtinylfu", CEILING)
+_SWEEP = "0.2 0.5 0.7 1 1.5 2 3 4 5 6 8 10 12 15 20 25 30 40 50 60 80 100".split()
+_DISTRIBUTIONS = ("evoke-core", "numpy")
+
+
+def cells(workload: Workload, *, quick: bool) -> int:
+    """Return how many cells a workload takes."""
+    budgets = len(workload.budgets)
+    count = budgets * len(POLICIES)
+    if not quick:
+        if workload.kind == "recorded":
+            count += budgets * len(POLICIES) + len(_SWEEP)
+        count += len(workload.curve) * len(_CURVE)
+    if workload.hinted and not (quick and workload.kind == "recorded"):
+        count += budgets * len(CLAIMS) * len(_HINTED)
+    return count
+
+
+def run(workload: Workload, *, jobs: int, quick: bool, on_cell: Callable[[], None]) -> Document:
+    """Replay a workload; `quick` leaves out halves, curves, and hints on recorded traces."""
+    trace = workload.load()
+    budgets = workload.budgets
+    recorded = workload.kind == "recorded"
+    cores = jobs or os.cpu_count() or 1
+
+    def note(name: str, cell: Cell) -> None:
+        on_cell()
+
+    def grid(budgets: tuple[str, ...], policies: tuple[str, ...], **options: object) -> TraceResult:
+        [result] = replay(trace, budgets, policies, jobs=cores, on_cell=note, **options)  # type: ignore[arg-type]
+        return result
+
+    whole = grid(budgets, POLICIES)
+    second = sweep = curve = None
+    if recorded and not quick:
+        second = grid(budgets, POLICIES, half="second")
+        sweep = grid(tuple(f"{each}%" for each in _SWEEP), ("lru",))
+    if workload.curve and not quick:
+        curve = grid(workload.curve, _CURVE)
+    hints = {}
+    if workload.hinted and not (quick and recorded):
+        hints = {name: grid(budgets, _HINTED, tags=tags) for name, tags in CLAIMS.items()}
+    return Document(
+        slug=workload.slug,
+        title=workload.title,
+        kind=workload.kind,
+        named=workload.named,
+        loops=workload.loops,
+        date=datetime.now(UTC).date().isoformat(),
+        machine=machine(),
+        versions=_versions(),
+        settings=workload.settings,
+        whole=whole,
+        second=second,
+        hints=hints,
+        sweep=sweep,
+        curve=curve,
+        loop_seconds=_loop(trace, budgets) if recorded and not quick else None,
+    )
+
+
+def _versions() -> dict[str, str]:
+    found = {name: metadata.version(name) for name in _DISTRIBUTIONS}
+    return {"python": platform.python_version(), **found}
+
+
+def _loop(trace: Trace, budgets: tuple[str, ...]) -> float:
+    """Return the seconds of LRU written as a bare loop, chains at hand, over all budgets."""
+    chains = [trace.chain(request) for request in range(len(trace))]
+    started = time.perf_counter()
+    for budget in budgets:
+        capacity = Budget.parse(budget).blocks(trace)
+        resident: OrderedDict[int, None] = OrderedDict()
+        hits = 0
+        for chain in chains:
+            for block in chain:
+                if block not in resident:
+                    break
+                hits += 1
+            for block in reversed(chain):
+                resident[block] = None
+                resident.move_to_end(block)
+            while len(resident) > capacity:
+                resident.popitem(last=False)
+    return time.perf_counter() - started
