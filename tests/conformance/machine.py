@@ -288,6 +288,12 @@ class ConformanceMachine(RuleBasedStateMachine):
         if offers:
             self._store(request, offers)
 
+    @precondition(lambda self: self.alive())
+    @rule(which=pick)
+    def preempt(self, which: int) -> None:
+        """The engine starts a request over: it offers again what it has offered before."""
+        self.alive()[which % len(self.alive())].offered = 0
+
     def _store(self, request: Conversation, offers: list[Offer]) -> None:
         resident = set(self.slot_of)
         busy = {key for writing in self.in_flight for key in writing.keys}

@@ -72,6 +72,7 @@ class Learner(Protocol):
     def used(self, past: Any, tick: int, blocks: int) -> int: ...
     def entered(self, history: Any, blocks: int) -> None: ...
     def forget(self, past: Any, blocks: int) -> None: ...
+    def clear(self) -> None: ...
 
 
 @dataclass
@@ -255,14 +256,18 @@ class ReferenceIndex:
     def _add(
         self, request: Request, key: bytes, group: int, position: int, parent: bytes | None
     ) -> None:
-        self._file(request, self.draft(request, key, group, position, parent))
+        self._file(self.draft(request, key, group, position, parent))
 
     def draft(
         self, request: Request, key: bytes, group: int, position: int, parent: bytes | None
     ) -> Block:
-        """A block with the history it would be resident with: this request on top of its ghost."""
+        """A block with the history it would be resident with: this request on top of its ghost.
+
+        The request counts for it now, even if the block is refused: offering it again is no reuse.
+        """
         ghost = self.ghosts.pop(key, None)  # its place in the FIFO stays taken
         before = key in request.counted
+        request.counted.add(key)
         remembered = 0 if ghost is None else ghost.history.reuse
         self._serial += 1
         block = Block(
@@ -280,15 +285,14 @@ class ReferenceIndex:
         if self.learner is not None:
             if ghost is not None and before:
                 block.gap = ghost.history.gap
-                self.learner.forget(ghost.history, 1)
+                self.learner.forget(ghost.history, 1)  # the same use, filed under a new tick
             elif ghost is not None:
                 block.gap = self.learner.used(ghost.history, request.tick, 1)
             self.learner.entered(block.history, 1)
         return block
 
-    def _file(self, request: Request, block: Block) -> None:
+    def _file(self, block: Block) -> None:
         self.blocks[block.key] = block
-        request.counted.add(block.key)
         self._inserted_since_mark += 1
         self._most_resident = max(self._most_resident, len(self.blocks))
 
@@ -299,7 +303,6 @@ class ReferenceIndex:
 
         Drafts of a chain lose from its tail. Who loses is remembered, as if evicted.
         """
-        request = self.requests[request_id]
         losers: list[bytes] = []
         if len(drafts) > room:
             self._measure_turnover()
@@ -313,7 +316,7 @@ class ReferenceIndex:
                 self._remember(self.blocks.pop(key))
                 evicted.append(key)
         for draft in winners.values():
-            self._file(request, draft)
+            self._file(draft)
         return list(winners), evicted
 
     def note_full(self) -> None:
@@ -382,6 +385,8 @@ class ReferenceIndex:
         self.ghosts.clear()
         self._ghost_fifo.clear()
         self._mark, self._inserted_since_mark = self.clock, 0
+        if self.learner is not None:
+            self.learner.clear()
         for request in self.requests.values():
             request.counted.clear()
 

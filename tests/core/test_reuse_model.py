@@ -43,7 +43,7 @@ def drain(model: ReuseModel, capacity: int, *, sharp: bool) -> tuple[Table, Tabl
         try:
             next(stages)
         except StopIteration as done:
-            return done.value  # type: ignore[no-any-return]
+            return done.value
 
 
 # --- the formulas, slowly -------------------------------------------------------------------------
