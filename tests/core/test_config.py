@@ -51,8 +51,39 @@ def test_defaults() -> None:
     assert (config.w_attention, config.w_coherence) == (0.0, 0.0)
     assert config.recency_half_life == "auto"
     assert config.source_floors == {"system": 0.6, "user": 0.6, "assistant": 0.5}
-    assert config.policy == "scored"
+    assert config.policy == "adaptive"
     assert config.ghost_factor == 4
+
+
+@pytest.mark.parametrize(
+    ("mapping", "environ"),
+    [
+        ({"w_recency": 0.5}, {}),
+        ({"recency_half_life": 64}, {}),
+        ({}, {"EVOKE_W_REUSE": "0.5"}),
+    ],
+)
+def test_weights_without_a_policy_select_the_formula_and_say_so(
+    mapping: dict[str, object], environ: dict[str, str]
+) -> None:
+    said: list[str] = []
+    config = EvokeConfig.load(mapping, environ=environ, say=said.append)
+    assert config.policy == "scored"
+    (line,) = said
+    assert "policy is scored" in line
+
+
+def test_a_named_policy_stays_and_nothing_is_said() -> None:
+    said: list[str] = []
+    mapping = {"w_recency": 0.5, "policy": "adaptive"}
+    assert EvokeConfig.load(mapping, environ={}, say=said.append).policy == "adaptive"
+    assert said == []
+
+
+def test_weights_given_in_python_select_the_formula() -> None:
+    assert EvokeConfig(w_recency=0.6, w_reuse=0.4).policy == "scored"
+    assert EvokeConfig(recency_half_life=64).policy == "scored"
+    assert EvokeConfig(source_floors={}).policy == "adaptive"
 
 
 def test_every_key_is_taken_from_the_mapping() -> None:
@@ -241,7 +272,7 @@ def test_other_variables_are_not_ours(variable: str) -> None:
 def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EVOKE_POLICY", "lru")
     assert EvokeConfig.load().policy == "lru"
-    assert EvokeConfig.load(environ={}).policy == "scored"
+    assert EvokeConfig.load(environ={}).policy == "adaptive"
 
 
 anything = st.recursive(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoke_core import BlockLedger, BlockState, RequestTags, RetentionIndex
+from evoke_core import BlockLedger, BlockState, EvokeConfig, RequestTags, RetentionIndex
 
 KEYS = [b"k%d" % depth for depth in range(8)]
 
@@ -154,7 +154,7 @@ def test_decisions_tell_what_happened_and_why() -> None:
 
 
 def test_decisions_that_nobody_reads_are_bounded() -> None:
-    ledger = BlockLedger(1)
+    ledger = BlockLedger(1, config=EvokeConfig(policy="scored"))
     for n in range(40_000):
         opened(ledger, "a")
         ledger.reserve("a", [b"%d" % n])

@@ -17,6 +17,8 @@ from evoke_core.policies import POLICIES
 
 DEFAULT_FLOORS: Mapping[str, float] = {"system": 0.6, "user": 0.6, "assistant": 0.5}
 AUTO = "auto"
+ADAPTIVE = "adaptive"
+SCORED = "scored"
 
 _FLOOR_PREFIX = "EVOKE_FLOOR_"
 _WEIGHTS = ("w_recency", "w_reuse", "w_attention", "w_coherence")
@@ -81,7 +83,9 @@ class EvokeConfig:
         recency_half_life: age, in requests, at which recency has halved; ``"auto"`` takes the
             number of requests in which the pool turns over once, within [16, 65,536].
         source_floors: lower bound of the score by source role, from 0 to 1; other roles get 0.
-        policy: name of the ranking, see :data:`evoke_core.policies.POLICIES`.
+        policy: name of the ranking, see :data:`evoke_core.policies.POLICIES`; by default
+            ``"adaptive"``, which knows no weights, or ``"scored"`` where weights or a half-life
+            are set.
         ghost_factor: evicted blocks whose reuse count is remembered, per resident block.
 
     Raises:
@@ -96,8 +100,14 @@ class EvokeConfig:
     source_floors: Mapping[str, float] = field(
         factory=lambda: dict(DEFAULT_FLOORS), validator=_check("source_floors")
     )
-    policy: str = field(default="scored", validator=_check("policy"))
+    policy: str = field(validator=_check("policy"))
     ghost_factor: float = field(default=4.0, validator=_check("ghost_factor"))
+
+    @policy.default
+    def _default_policy(self) -> str:
+        given = (self.w_recency, self.w_reuse, self.w_attention, self.w_coherence)
+        untouched = given == (0.5, 0.5, 0.0, 0.0) and self.recency_half_life == AUTO
+        return ADAPTIVE if untouched else SCORED
 
     def __attrs_post_init__(self) -> None:
         weights = {name: getattr(self, name) for name in _WEIGHTS}
@@ -114,11 +124,13 @@ class EvokeConfig:
         *,
         environ: Mapping[str, str] | None = None,
         source: str = "evoke",
+        say: Callable[[str], None] = lambda line: None,
     ) -> "EvokeConfig":
         """Build the settings from a mapping (named ``source`` in errors) and the environment.
 
         Variables are ``EVOKE_`` and the setting's name in capitals, and ``EVOKE_FLOOR_<ROLE>``
-        for one role's floor. ``environ`` defaults to the process's environment.
+        for one role's floor. ``environ`` defaults to the process's environment. Weights or a
+        half-life without a policy select ``"scored"``, and ``say`` is told so.
 
         Raises:
             ConfigError: a wrong value, an unknown key, or an ``EVOKE_`` variable that looks like
@@ -131,6 +143,10 @@ class EvokeConfig:
                 _check(name)(None, None, value)
             except ConfigError as error:
                 raise ConfigError(f"{error} (from {origin[name]})") from None
+        formula = [name for name in (*_WEIGHTS, "recency_half_life") if name in given]
+        if formula and "policy" not in given:
+            given["policy"] = SCORED
+            say(f"{', '.join(formula)} without a policy: policy is {SCORED}")
         try:
             return cls(**given)
         except ConfigError as error:

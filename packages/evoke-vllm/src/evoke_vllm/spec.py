@@ -85,7 +85,7 @@ def load_config(extra: dict[str, Any]) -> EvokeConfig:
         ConfigError: a setting that cannot be honoured, in one line.
     """
     source = f"{EXTRA}['{CONFIG_KEY}']"
-    config = EvokeConfig.load(extra.get(CONFIG_KEY), source=source)
+    config = EvokeConfig.load(extra.get(CONFIG_KEY), source=source, say=logger.info)
     for name in ("w_attention", "w_coherence"):
         if value := getattr(config, name):
             variable = f"EVOKE_{name.upper()}"
