@@ -17,6 +17,7 @@ OURS = "adaptive"
 RIVALS = ("lru", "arc", "s3fifo", "wtinylfu", "wtinylfu20")
 CEILING = "min"
 
+_ROUNDING = 1e-9  # of floats: a bound that is met exactly holds
 _TOLERANCE = {"recorded": 0.005, "generated": 0.010}
 _AHEAD_IN = 2 / 3
 _GAP_RECORDED = 0.15
@@ -138,7 +139,7 @@ def losses(document: Document, claim: str, policy: str = OURS) -> list[tuple[str
 
 def points(difference: float) -> str:
     """Write a difference of hit ratios in points."""
-    return f"{100 * difference:+.2f}"
+    return f"{round(100 * difference, 2) + 0.0:+.2f}"  # no negative zero
 
 
 def _whole(documents: Iterable[Document]) -> list[Duel]:
@@ -159,7 +160,7 @@ def _never_below(group: str, cells: list[Duel], tolerance: float) -> Verdict:
     if not cells:
         return Verdict(target, "not replayed", None)
     worst = min(cells, key=lambda cell: cell.margin)
-    below = sum(cell.margin < -tolerance for cell in cells)
+    below = sum(cell.margin < -tolerance - _ROUNDING for cell in cells)
     found = f"worst {points(worst.margin)} ({worst.title}, {worst.budget}, {worst.rival})"
     return Verdict(target, f"{found}; {below} of {len(cells)} cells fail", below == 0)
 
@@ -178,7 +179,7 @@ def _gap(group: str, cells: list[Duel], least: float) -> Verdict:
     if not shares:
         return Verdict(target, "not replayed", None)
     mean = fmean(shares)
-    return Verdict(target, f"{mean:.3f} over {len(shares)} cells", mean >= least)
+    return Verdict(target, f"{mean:.3f} over {len(shares)} cells", mean >= least - _ROUNDING)
 
 
 def _hints(
@@ -196,7 +197,7 @@ def _hints(
         return Verdict(target, "not replayed", None)
     loss, title, budget, claim = max(lost)
     found = f"largest loss {100 * loss:.2f} ({title}, {budget}, {claim}), {len(lost)} cells"
-    return Verdict(target, found, loss <= most)
+    return Verdict(target, found, loss <= most + _ROUNDING)
 
 
 def _time(documents: Sequence[Document]) -> Verdict:
