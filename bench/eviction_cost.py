@@ -13,6 +13,7 @@ import hashlib
 import random
 import statistics
 import time
+from collections import deque
 from collections.abc import Iterator
 
 import click
@@ -43,9 +44,9 @@ class Conversations:
     old ones, and returns the chain of its next turn.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, keep: int = 10_000) -> None:
         self._random = random.Random(seed)
-        self._chains: list[list[bytes]] = []
+        self._chains: deque[list[bytes]] = deque(maxlen=keep)
         self._made = 0
 
     def turn(self) -> list[bytes]:
@@ -63,9 +64,6 @@ class Conversations:
     def fresh(self, n: int) -> list[bytes]:
         self._made += n
         return [_digest(f"block {self._made - i}") for i in range(n)]
-
-    def recent(self) -> list[list[bytes]]:
-        return [chain for chain in self._chains[-2000:] if len(chain) >= BLOCKS]
 
 
 def _digest(text: str) -> bytes:
