@@ -15,6 +15,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Iterator
+from typing import Any
 
 import click
 from rich.console import Console
@@ -73,15 +74,16 @@ def _digest(text: str) -> bytes:
 class Driver:
     """Makes the calls that vLLM 0.24.0's scheduler makes for one request after the other."""
 
-    def __init__(self, manager: OffloadingManager) -> None:
+    def __init__(self, manager: OffloadingManager, priorities: int = 0) -> None:
         self.manager = manager
+        self._priorities = priorities
         self._requests = 0
 
     def run(self, hashes: list[bytes]) -> int:
         """Serve one request to the end; return how many of its blocks were restored."""
         manager = self.manager
         self._requests += 1
-        context = ReqContext(req_id=str(self._requests))
+        context = ReqContext(str(self._requests), self._params())
         # The engine makes its own key objects for each request.
         keys = [make_offload_key(block_hash, 0) for block_hash in hashes]
         manager.on_new_request(context)
@@ -103,6 +105,13 @@ class Driver:
             pass
         return restored
 
+    def _params(self) -> dict[str, Any] | None:
+        """Return tags with one of the priorities from 0.1 to 10, in turn; None for no tags."""
+        if not self._priorities:
+            return None
+        at = self._requests % self._priorities / self._priorities
+        return {"evoke": {"priority": 0.1 * 100.0**at}}
+
     def _store(self, keys: list[OffloadKey], restored: int, context: ReqContext) -> None:
         output = self.manager.prepare_store(keys[restored:], context)
         if output is not None and output.keys_to_store:
@@ -111,12 +120,14 @@ class Driver:
 
 
 def measure(
-    blocks: int, requests: int, seed: int, policy: str
+    blocks: int, requests: int, seed: int, policy: str, priorities: int = 0
 ) -> dict[str, dict[str, list[float]]]:
     """Return seconds per request, by kind (miss, hit) and manager (lru, evoke)."""
     drivers = {
-        "lru": Driver(CPUOffloadingManager(blocks)),
-        "evoke": Driver(EvokeOffloadingManager(blocks, config=EvokeConfig(policy=policy))),
+        "lru": Driver(CPUOffloadingManager(blocks), priorities),
+        "evoke": Driver(
+            EvokeOffloadingManager(blocks, config=EvokeConfig(policy=policy)), priorities
+        ),
     }
     conversations = Conversations(seed)
     _fill(drivers, conversations, blocks)
@@ -165,15 +176,16 @@ def _timed(driver: Driver, hashes: list[bytes]) -> tuple[float, int]:
 @click.option("--blocks", multiple=True, type=click.IntRange(BLOCKS * 4), help="Pool sizes.")
 @click.option("--requests", default=1000, show_default=True, type=click.IntRange(10))
 @click.option("--policy", default=EvokeConfig().policy, show_default=True)
+@click.option("--priorities", default=0, help="Requests carry so many different priorities.")
 @click.option("--seed", default=0, show_default=True)
-def main(blocks: tuple[int, ...], requests: int, policy: str, seed: int) -> None:
+def main(blocks: tuple[int, ...], requests: int, policy: str, priorities: int, seed: int) -> None:
     """Time 64-block miss and hit requests through the manager interface, beside stock LRU."""
     table = Table(title=f"milliseconds per {BLOCKS}-block request, {requests} of each, one run")
     for heading in ("resident blocks", "request", "manager", "mean", "median", "maximum"):
         table.add_column(heading, justify="left" if heading in ("request", "manager") else "right")
     table.add_column("median / LRU's", justify="right")
-    for size in blocks or (10_000, 1_000_000):
-        for kind, by_manager in measure(size, requests, seed, policy).items():
+    for size in blocks or (10_000, 100_000, 1_000_000):
+        for kind, by_manager in measure(size, requests, seed, policy, priorities).items():
             base = statistics.median(by_manager["lru"])
             for name, values in by_manager.items():
                 median = statistics.median(values)
