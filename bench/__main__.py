@@ -30,6 +30,7 @@ def _add(name: str, module: str, summary: str) -> None:
 
 _add("demo", "bench.demo.cli", "A real server keeps its hot contexts, or does not.")
 _add("eviction-cost", "bench.eviction_cost", "Time per request in the tier's manager.")
+_add("memory-cost", "bench.memory_cost", "Bytes per block of the tier's manager.")
 _add("replay", "bench.replay.cli", "What each policy keeps of recorded and generated traces.")
 
 
