@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fixed pseudo-random run that prints every decision: `python -m tests.conformance.scenario`.
+"""A fixed pseudo-random run that prints every decision.
+
+`python -m tests.conformance.scenario ledger|vllm adaptive|scored`
 
 Completions are handed over as sets of bytes, whose order follows PYTHONHASHSEED. Nothing printed
-may follow it. With `vllm` as argument the run goes through the vLLM manager, else the ledger.
+may follow it. The run goes through the ledger or the vLLM manager, under the policy named.
 """
 
 import random
@@ -26,8 +28,8 @@ class SetLedgerTier(LedgerTier):
         end(request_id, set(keys))
 
 
-def make(name: str) -> Tier:
-    config = EvokeConfig(ghost_factor=2)
+def make(name: str, policy: str) -> Tier:
+    config = EvokeConfig(policy=policy, ghost_factor=2)
     if name == "vllm":
         from evoke_vllm.manager import EvokeOffloadingManager
 
@@ -85,4 +87,4 @@ def run(tier: Tier, seed: int = 7) -> list[str]:
 
 
 if __name__ == "__main__":
-    print("\n".join(run(make(sys.argv[1]))))
+    print("\n".join(run(make(*sys.argv[1:]))))
