@@ -16,11 +16,12 @@ from typing import NamedTuple
 
 import pytest
 
+import evoke_core.adaptive
 import evoke_core.order
 from evoke_core import BlockLedger, BlockState, EvokeConfig, RequestTags
 from evoke_core.adaptive import AdaptivePolicy
 from evoke_core.history import Past
-from evoke_core.reuse_model import ReuseModel, Table
+from evoke_core.reuse_model import ReuseModel, Table, class_of
 
 NO_TAGS = RequestTags()
 LOUD = RequestTags(source_type="system", priority=10.0)
@@ -209,36 +210,60 @@ def test_dead_blocks_cannot_starve_the_rest() -> None:
     assert ratio(asks, scored, "quiet") < 0.1, "the seed's formula believes every word"
 
 
-def test_a_record_of_dead_blocks_counts_against_the_hint_and_a_good_one_for_it() -> None:
-    """Blocks of equal past: those of the hint that has proven true are worth more, within bounds.
+def finish(stages: Generator[None, None, tuple[Table, Table]]) -> tuple[Table, Table]:
+    """Go through all stages of a relearning at once."""
+    while True:
+        try:
+            next(stages)
+        except StopIteration as done:
+            return done.value
 
-    Hundreds of thousands of blocks, half of them under either hint; those with raised priority come back as promised and more,
-    those with lowered priority never do.
+
+def test_a_hint_is_worth_what_its_blocks_have_proven() -> None:
+    """Blocks of equal past: a hint's factor is its returns over what the past alone promised.
+
+    Six hints make the same promises: one keeps all of them, one a third, four none. Then the record
+    of the two is as it should be, and the good and the bad ones are at the bounds.
     """
-    policy = AdaptivePolicy(CONFIG)
-    kinds = {"up": 2.0, "down": 0.5}
+    policy, model = AdaptivePolicy(CONFIG), ReuseModel()
+    blocks = 10_000
+    best, middling = ("user", 2.0), ("user", 0.5)
+    dead = [("system", 0.5), ("system", 3.0), ("assistant", 0.5), ("assistant", 3.0)]
+    returned = dict.fromkeys([best, middling, *dead], 0)
     for clock in range(1, 101):
         policy.advance(clock, 1_000)
-        for priority in kinds.values():
-            policy.entered(Past(1, clock, 0, "user", priority), 4_000)
-        if clock > 2:
-            past = Past(1, clock - 2, 0, "user", kinds["up"])
-            assert policy.used(past, clock, 4_000) == 2
+        model.tick(clock)
+        for role, priority in returned:
+            policy.entered(Past(1, clock, 0, role, priority), blocks)
+            model.touched(clock, 0, blocks)
+        for (role, priority), every in ((best, 1), (middling, 3)):
+            if clock > 2 and clock % every == 0:
+                assert policy.used(Past(1, clock - 2, 0, role, priority), clock, blocks) == 2
+                model.reused(0, clock - 2, 2, blocks)
+                returned[role, priority] += blocks
     policy.begin(1_000, 10.0)
+    index, chance = finish(model.relearn(1_000, sharp=policy._sharp))
+    promised = 100 * blocks * float(chance[0])
 
     def factor(role: str | None, priority: float, reuse: int = 1) -> float:
         run = Past(reuse, 99, 3, role, priority)
         key = policy.class_key(run, 100)  # type: ignore[arg-type]
+        assert policy.index(reuse, 3, 1) == index[class_of(reuse, 3), 1]
         return policy.score(key, 1, 64.0) / policy.index(reuse, 3, 1)
 
-    up, down, nobody = factor("user", 2.0), factor("user", 0.5), factor("user", 1.0)
-    assert 0.5 <= down < 0.9 < 1.1 < up <= 2.0
-    assert nobody == factor(None, 2.0) == factor("system", 0.1) == 1.0, "no record yet"
-    assert factor("user", 9.5) == up, "how loud does not matter"
-    assert factor("user", 2.0, reuse=7) == pytest.approx(up), (
-        "one factor for all of a hint's blocks"
-    )
-    assert factor("a role nobody configured", 2.0) == factor(None, 2.0)
+    weight = evoke_core.adaptive._TRUST_WEIGHT
+    overall = (sum(returned.values()) + weight) / (6 * promised + weight)
+    for hint in returned:
+        lift = (returned[hint] + weight) / (promised * overall + weight)
+        assert factor(*hint) == pytest.approx(min(2.0, max(0.5, lift)), rel=1e-9)
+    assert factor(*best) == 2.0
+    assert 1.0 < factor(*middling) < 1.9
+    assert {factor(*hint) for hint in dead} == {0.5}
+
+    assert factor("user", 1.0) == factor(None, 2.0) == factor("system", 1.0) == 1.0, "no record"
+    assert factor("user", 9.5) == factor("user", 2.0), "how loud does not matter"
+    assert factor("user", 2.0, reuse=7) == pytest.approx(2.0), "one for all of a hint's blocks"
+    assert factor("a role that nobody configured", 0.5) == factor(None, 0.5)
 
 
 # --- cost, in operations --------------------------------------------------------------------------
