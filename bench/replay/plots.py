@@ -17,9 +17,10 @@ from evoke_core.replay import TraceResult
 from evoke_core.replay.report import plot
 
 STORY = "story.png"
+_OURS = "#0b6e99"
 _LOOKS: dict[str, tuple[str, dict[str, object]]] = {
     "min": ("MIN (knows the future)", {"color": "#222222", "ls": "--", "lw": 1.4}),
-    "adaptive": ("EVOKE adaptive", {"color": "#0b6e99", "marker": "o", "ms": 4.5, "lw": 2.6}),
+    "adaptive": ("EVOKE adaptive", {"color": _OURS, "marker": "o", "ms": 4.5, "lw": 2.6}),
     "arc": ("ARC", {"color": "#d1495b", "marker": "s", "ms": 3.5, "lw": 1.4}),
     "lru": ("LRU", {"color": "#8a8a8a", "marker": "D", "ms": 3.5, "lw": 1.6}),
     "wtinylfu": ("W-TinyLFU", {"color": "#e08e1b", "marker": "^", "ms": 4, "lw": 1.4}),
@@ -53,7 +54,7 @@ def _story(documents: Sequence[Document], path: Path) -> None:
         if document.sweep is not None:
             _saving(axes, document.curve, document.sweep)
     handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 3 * len(documents)), frameon=False)
     figure.savefig(path, dpi=_DPI)
 
 
@@ -77,25 +78,27 @@ def _curves(axes: Axes, curve: TraceResult) -> None:
 
 
 def _saving(axes: Axes, curve: TraceResult, sweep: TraceResult) -> None:
-    """Mark, at one budget, how much more memory LRU needs for the same hits."""
-    cells = [cell for cell in curve.cells if cell.policy == "adaptive" and cell.budget == "3%"]
-    needed = lru_budget(sweep, cells[0].block_hits) if cells else None
-    if needed is None or needed < cells[0].capacity:
+    """Mark, where it is most, how much more memory LRU needs for the same hits."""
+    times, size, height = 0.0, 0, 0.0
+    for cell in curve.cells:
+        needed = lru_budget(sweep, cell.block_hits) if cell.policy == "adaptive" else None
+        if needed is not None and needed > times * cell.capacity:
+            times, size, height = needed / cell.capacity, cell.capacity, cell.block_hits
+    if times <= 1.0:
         return
-    times = needed / cells[0].capacity
-    height = cells[0].block_hits
     axes.annotate(
         "",
-        xy=(needed, height),
-        xytext=(cells[0].capacity, height),
-        arrowprops={"arrowstyle": "<->", "color": "#0b6e99", "lw": 1.2},
+        xy=(times * size, height),
+        xytext=(size, height),
+        arrowprops={"arrowstyle": "<->", "color": _OURS, "lw": 1.4, "shrinkA": 3, "shrinkB": 0},
     )
     axes.annotate(
-        f"LRU needs {times:.1f}× the memory",
-        xy=(needed, height),
-        xytext=(6, -4),
+        f"LRU: {times:.1f}× the memory",
+        xy=(times * size, height),
+        xytext=(5, 0),
         textcoords="offset points",
-        color="#0b6e99",
+        color=_OURS,
         fontsize=9,
-        va="top",
+        va="center",
+        bbox={"boxstyle": "round,pad=0.1", "facecolor": "white", "edgecolor": "none"},
     )
