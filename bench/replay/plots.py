@@ -54,7 +54,13 @@ def _story(documents: Sequence[Document], path: Path) -> None:
         if document.sweep is not None:
             _saving(axes, document.curve, document.sweep)
     handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 3 * len(documents)), frameon=False)
+    figure.legend(
+        handles,
+        labels,
+        loc="outside lower center",
+        ncols=min(len(labels), 3 * len(documents)),
+        frameon=False,
+    )
     figure.savefig(path, dpi=_DPI)
 
 

@@ -42,9 +42,10 @@ ceiling. *margin* is `adaptive` against the best rival of the cell, in points (.
 ratio). *gap* is the share of the way from LRU to MIN that `adaptive` goes, left out where there is
 none. Recorded traces and generated shapes are kept apart: a mean over both would say nothing.
 
-The defaults were chosen on the first half of the recorded traces called *named* below, and on W1,
-W1S and the change of phase. All other workloads were replayed afterwards. In the second half, only
-its requests count, in a tier and with a policy warm from the first.
+The constants of `adaptive` were chosen while looking at the workloads called *named* below: whole
+traces, and the prototype they come from was tuned on the same ones. So their second half is no
+held-out set; it shows what is found once tier and policy are warm from the first half. The other
+workloads, recorded or generated, played no part in the choice.
 """
 
 _MEMORY = """\

@@ -1,8 +1,8 @@
 """What is replayed, and with which budgets.
 
-A workload is *named* if the defaults were chosen looking at it (at the first half of it, where it
-is recorded), and *fresh* if they were not. Shapes and budgets are fixed here; recorded traces are
-found in a folder or given by path, and told apart by what their first line holds.
+A workload is *named* if the policy's constants were chosen looking at it, and fresh if not. Shapes
+and budgets are fixed here; recorded traces are found in a folder or given by path, and told apart
+by what their first line holds.
 """
 
 import gzip
