@@ -89,10 +89,10 @@ class Slow:
 
     def relearn(self, capacity: int, *, sharp: bool) -> tuple[Grid, list[float]]:
         reused, unused = self._evidence()
-        weight = min(500.0, max(20.0, capacity / 8))
+        weight = min(500.0, max(150.0, capacity / 8))
         smooth = 0.0 if sharp else min(500.0, max(0.0, (capacity - 500) / 4))
 
-        overall = slow_hazard(total(reused), total(unused), slow_prior(), 50.0, 0.0)
+        overall = slow_hazard(total(reused), total(unused), slow_prior(), 10.0, 0.0)
         by_count = [shift(overall, 0.3 * (bucket - 1)) for bucket in range(COUNTS + 1)]
         hazards = [slow_hazard(reused[0], unused[0], by_count[0], weight, smooth)]
         for count in range(COUNTS):
@@ -424,16 +424,16 @@ def test_evidence_decays_to_a_third_in_one_memory() -> None:
     loop = class_of(3, 4)
     for clock in range(1, 50):
         model.tick(clock)
-        model.touched(clock, loop, 2)
+        model.touched(clock, loop, 30)
         if clock > 4:
-            model.reused(loop, clock - 4, 4, 2)
+            model.reused(loop, clock - 4, 4, 30)
     for clock in (46, 47, 48, 49):
-        model.forgotten(loop, clock, 2)
+        model.forgotten(loop, clock, 30)
     before, _ = drain(model, 100, sharp=True)
     pulls = []
     untouched = drain(ReuseModel(), 100, sharp=True)[0][loop, 3]
     pulls.append(before[loop, 3] / untouched)
-    for clock in range(50, 50 + 6 * MEMORY):
+    for clock in range(50, 50 + 12 * MEMORY):
         model.tick(clock)
         if (clock - 49) % (2 * MEMORY) == 0:
             pulls.append(drain(model, 100, sharp=True)[0][loop, 3] / untouched)
