@@ -182,9 +182,11 @@ def _phases(conversation: Path, code: Path) -> Workload:
 
 
 def _shapes() -> list[Workload]:
+    w1s_4 = "w1s:hot=4,cold=10,seed=3,rounds=20"
     named = [
         _shape("w1", "W1: 8 contexts in turn", "w1", LOOP_SIZES, named=True, loops=True),
         _shape("w1s", "W1S: 2 hot, 6 cold", "w1s", LOOP_SIZES, named=True, loops=True, hinted=True),
+        _shape("w1s-4", "W1S: 4 hot, 10 cold, shuffled", w1s_4, LOOP_SIZES, named=True),
     ]
     fresh = [
         _shape("w1-20", "W1: 20 contexts", "w1:contexts=20", (*LOOP_SIZES, "80%")),
@@ -192,7 +194,7 @@ def _shapes() -> list[Workload]:
         _shape("w1-any", "W1: 12 contexts, shuffled", "w1:contexts=12,seed=1", LOOP_SIZES),
         _shape("w1s-12", "W1S: 12 cold of 120 blocks", "w1s:cold=12,cold_blocks=120", LOOP_SIZES),
         _shape("w1s-any", "W1S: 2 hot, 6 cold, shuffled", "w1s:seed=2,rounds=24", LOOP_SIZES),
-        _shape("w1s-4", "W1S: 4 hot, 10 cold", "w1s:hot=4,cold=10,seed=3,rounds=20", LOOP_SIZES),
+        _shape("w1s-3", "W1S: 3 hot, 9 cold, shuffled", "w1s:hot=3,cold=9,seed=5", LOOP_SIZES),
     ]
     for slug, title, parameters in (
         ("zipf", "Zipf .9: 400 users", ""),
