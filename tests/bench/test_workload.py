@@ -129,13 +129,13 @@ def test_the_shape_tells_scored_from_lru() -> None:
     assert evoke > lru + 0.3
 
 
-def test_the_gap_is_the_policy_finding_hot_contexts() -> None:
-    """With cold contexts that return as often as hot ones, the gap is gone."""
+def test_nothing_is_lost_where_cold_contexts_return_like_hot_ones() -> None:
+    """A loop larger than the tier: LRU drops what returns next, admission keeps a part of it."""
     uniform = replace(HOT_COLD, cold_returns=True)
     seeds = range(20)
     lru = fmean(hot_hits(uniform, "lru", seed) for seed in seeds)
     evoke = fmean(hot_hits(uniform, "evoke", seed) for seed in seeds)
-    assert abs(evoke - lru) < 0.15
+    assert evoke > lru
 
 
 def test_tie_is_a_tie() -> None:
