@@ -185,9 +185,9 @@ class RetentionIndex:
             return Admission([], list(keys), [])
         missing = self._missing(request, keys, group, start)
         shortage = sum(len(stretch) for _, stretch in missing) - room
-        if shortage > 0:
-            self._note_full()
         if self._policy.admits:
+            if shortage > 0:
+                self._note_overflow()
             drafts = self._draft(request, group, missing)
             refused, evicted = self._compete(drafts, shortage, request_id)
         else:
@@ -206,8 +206,7 @@ class RetentionIndex:
         if key not in self._runs:
             return False
         if reason == CAPACITY:
-            self._note_full()
-            self._half_life.note_eviction(len(self._runs), self.clock)
+            self._note_overflow()
         run = self._forest.remove(key)
         if reason == CAPACITY:
             self._remember([key], run)
@@ -291,8 +290,7 @@ class RetentionIndex:
         """Drop up to ``n`` blocks, in the order of :meth:`candidates`, and remember their reuse."""
         if n <= 0:
             return []
-        self._note_full()
-        self._half_life.note_eviction(len(self._runs), self.clock)
+        self._note_overflow()
         evicted = []
         for run, count in self._select(n, protect, None):
             evicted.append(self._evict(run, count))
@@ -389,12 +387,14 @@ class RetentionIndex:
         limit = int(self.config.ghost_factor * self._peak) + self._policy.ghosts_at_least
         self._ghosts.remember(keys, Past.of(history), limit)
 
-    def _note_full(self) -> None:
-        """The pool overflows: the first time, the policy learns how large it is."""
+    def _note_overflow(self) -> None:
+        """Room is about to be made: a turnover may be complete, and the first time the policy
+        learns how large the pool is."""
         if not self._ever_full:
             self._ever_full = True
             self._policy.begin(self._peak, self._named / max(1, self.clock))
             self._forest.advance(self.clock, rescored=True)
+        self._half_life.note_eviction(len(self._runs), self.clock)
 
     def _count(self, run: Run, request: OpenRequest) -> None:
         """Add ``request`` to the history of all of ``run``."""
@@ -548,7 +548,6 @@ class RetentionIndex:
         evicted: list[Evicted] = []
         if shortage <= 0:
             return refused, evicted
-        self._half_life.note_eviction(len(self._runs), self.clock)
         drafted = set(drafts)
         for run, count in self._select(shortage, request_id, None, drafts):
             if run in drafted:

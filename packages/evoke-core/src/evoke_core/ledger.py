@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Sequence
 from enum import Enum
 from typing import Literal
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from evoke_core.bulk import delete
 from evoke_core.config import EvokeConfig
@@ -402,6 +402,8 @@ class BlockLedger:
                 continue
             del pending[key]
             matched[key] = transfer
+        if not matched:
+            return _Transfer(request_id, 0, {}, 0, None)
         transfers = sorted(set(matched.values()), key=lambda transfer: transfer.ticket)
         slots = {
             key: slot
@@ -409,14 +411,7 @@ class BlockLedger:
             for key, slot in transfer.slots.items()
             if matched.get(key) is transfer
         }
-        last = transfers[-1] if transfers else None
-        return _Transfer(
-            request_id,
-            last.ticket if last else 0,
-            slots,
-            last.group if last else 0,
-            last.role if last else None,
-        )
+        return evolve(transfers[-1], slots=slots)
 
     def _report(self, kind: Literal["stored", "aborted"], done: _Transfer) -> list[bytes]:
         keys = list(done.slots)
