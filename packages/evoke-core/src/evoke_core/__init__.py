@@ -9,6 +9,7 @@ from evoke_core.index import BlockView, Evicted, RetentionIndex
 from evoke_core.keys import chain_keys
 from evoke_core.ledger import BlockLedger, BlockState, Decision, LedgerStats, Reservation
 from evoke_core.policies import POLICIES, LruPolicy, Policy, ScoredPolicy
+from evoke_core.spans import Span
 from evoke_core.tags import RequestTags, TagProblem
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "Reservation",
     "RetentionIndex",
     "ScoredPolicy",
+    "Span",
     "TagProblem",
     "chain_keys",
 ]

@@ -10,11 +10,17 @@ blocks are reused more than their past alone predicts is worth more, by as much,
 Hints that carry no information (shuffled, or the same for everybody) earn a factor of 1; hints on
 dead blocks earn less than none would. So no hint can keep dead blocks alive or starve the rest.
 
+A promise of reuse within so many requests makes a block worth at least the promise's own index, one
+hit per as many block-requests, times the skill of promises of that length: how much more often they
+were kept than the blocks' past alone predicts. Nobody is believed who promises what would have
+happened anyway, or what does not happen. Past its time, a block falls back to its ordinary value.
+
 Guarantees: deterministic; equal to ranking every leaf by its score; a request pays for at most one
 stage of relearning once the pool has seen ``_EAGER`` requests.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Generator, Hashable
 from typing import TYPE_CHECKING
 
@@ -56,6 +62,14 @@ returns late would look like one that does not return. With 1,000 small pools lo
 """
 
 
+_PROMISES = tuple(4.0**step for step in range(1, 8))
+"""Promises are told apart by length, up to so many requests; the last one also all beyond."""
+
+_SKILL = 0.5
+_SKILL_WEIGHT = 100.0
+"""What a promise is taken to be worth before any was settled, with the weight of so many blocks."""
+
+
 class AdaptivePolicy(Policy):
     """Ranks by the learned reuse index; see the module's docstring."""
 
@@ -65,6 +79,7 @@ class AdaptivePolicy(Policy):
     def __init__(self, config: "EvokeConfig") -> None:
         self._roles = {role: 1 + at for at, role in enumerate(sorted(config.source_floors))}
         hints = 3 * (1 + len(self._roles))
+        self._cells = _CELLS * hints
         self._model = ReuseModel()
         self._sharp = False
         self._full = False
@@ -76,21 +91,33 @@ class AdaptivePolicy(Policy):
         # last relearning are integers: sums do not depend on their order.
         self._expected = np.zeros(hints)
         self._returned = np.zeros(hints)
+        self._trusts = [1.0] * hints
         self._promises = [[0] * CLASSES for _ in range(hints)]
         self._kept_promises = [0] * hints
         self._applied_at = 0
+        # Per length of promise: what a promise is worth, and what became of those that are settled.
+        self._worth = [_SKILL / length for length in _PROMISES]
+        self._settled = [[0] * CLASSES for _ in _PROMISES]
+        self._kept = [0] * len(_PROMISES)
+        self._foreseen = np.zeros(len(_PROMISES))
+        self._held_true = np.zeros(len(_PROMISES))
+        self._judged = np.zeros(len(_PROMISES))
 
-    # --- ranking: a rank class is (hint, class, age bin), numbered ---
+    # --- ranking: a rank class is (promise, hint, class, age bin), numbered ---
 
     def class_key(self, run: "Run", clock: int) -> Hashable:
         cell = class_of(run.reuse, run.gap) * BINS + bin_of(clock - run.last)
-        return self._hint(run) * _CELLS + cell
+        key = self._hint(run) * _CELLS + cell
+        return key + self._cells * (1 + _length_of(run.terms.promise)) if run.holding else key
 
     def bound(self, key: Hashable) -> float:
-        return self._scores[key]  # type: ignore[call-overload, no-any-return]
+        return self.score(key, 0, 0.0)
 
     def score(self, key: Hashable, age: int, half_life: float) -> float:
-        return self._scores[key]  # type: ignore[call-overload, no-any-return]
+        if key < self._cells:  # type: ignore[operator]
+            return self._scores[key]  # type: ignore[call-overload, no-any-return]
+        promise, cell = divmod(key, self._cells)  # type: ignore[operator]
+        return max(self._scores[cell], self._worth[promise - 1])
 
     def next_move(self, key: Hashable, last: int) -> tuple[int, Hashable] | None:
         older = key % BINS + 1  # type: ignore[operator]
@@ -118,6 +145,11 @@ class AdaptivePolicy(Policy):
         self._model.reused(class_of(past.reuse, past.gap), past.last, age, blocks)
         self._kept_promises[self._hint(past)] += blocks
         return age
+
+    def settled(self, past: History, blocks: int, kept: bool) -> None:
+        length = _length_of(past.terms.promise)
+        self._settled[length][class_of(past.reuse, past.gap)] += blocks
+        self._kept[length] += blocks * kept
 
     def entered(self, history: History, blocks: int) -> None:
         cls = class_of(history.reuse, history.gap)
@@ -155,15 +187,39 @@ class AdaptivePolicy(Policy):
         clock = self._model.clock
         self._relearn_at = clock + min(_LONGEST_INTERVAL, max(1, clock // 16))
         self._index = index
+        decay = math.exp(-(clock - self._applied_at) / MEMORY)
+        self._applied_at = clock
         scores: list[float] = []
-        for trust in self._trust(chance):
+        self._trusts = self._trust(chance[:, -1], decay)
+        for trust in self._trusts:
             scores += (index * trust).ravel().tolist()
         self._scores = scores
+        self._worth = self._promised(chance, decay)
 
-    def _trust(self, chance: Table) -> list[float]:
+    def _promised(self, chance: Table, decay: float) -> list[float]:
+        """Return what a promise of each length is worth."""
+        within = chance[:, [bin_of(int(length)) for length in _PROMISES]]
+        settled = np.array(self._settled, dtype=np.float64)
+        self._foreseen = self._foreseen * decay + (settled * within.T).sum(axis=1)
+        self._judged = self._judged * decay + settled.sum(axis=1)
+        self._held_true = self._held_true * decay + np.array(self._kept)
+        self._settled = [[0] * CLASSES for _ in _PROMISES]
+        self._kept = [0] * len(_PROMISES)
+        skill = (self._held_true - self._foreseen + _SKILL * _SKILL_WEIGHT) / (
+            self._judged - self._foreseen + _SKILL_WEIGHT
+        )
+        return [float(each) for each in np.clip(skill, 0.0, 1.0) / np.array(_PROMISES)]
+
+    def beliefs(self) -> dict[str, float]:
+        """Return the factor of every role, and how far promises of reuse are believed."""
+        names = {0: "none", **{number: role for role, number in self._roles.items()}}
+        beliefs = {f"role_{name}": self._trusts[3 * number] for number, name in names.items()}
+        for length, worth in zip(_PROMISES, self._worth, strict=True):
+            beliefs[f"promise_{length:.0f}"] = worth * length
+        return beliefs
+
+    def _trust(self, chance: Table, decay: float) -> list[float]:
         """Return each group's factor: how much more its blocks return than their past predicts."""
-        decay = math.exp(-(self._model.clock - self._applied_at) / MEMORY)
-        self._applied_at = self._model.clock
         self._expected = self._expected * decay + np.array(self._promises) @ chance
         self._returned = self._returned * decay + np.array(self._kept_promises)
         self._promises = [[0] * CLASSES for _ in self._promises]
@@ -172,3 +228,8 @@ class AdaptivePolicy(Policy):
         expected = self._expected * overall
         lift = (self._returned + _TRUST_WEIGHT) / (expected + _TRUST_WEIGHT)
         return [float(factor) for factor in np.clip(lift, _LEAST_TRUST, _MOST_TRUST)]
+
+
+def _length_of(promise: float) -> int:
+    """Return the number of a promise's length in requests."""
+    return min(bisect_left(_PROMISES, promise), len(_PROMISES) - 1)

@@ -21,6 +21,7 @@ ADAPTIVE = "adaptive"
 SCORED = "scored"
 
 _FLOOR_PREFIX = "EVOKE_FLOOR_"
+_TEXTS = ("policy", "record_trace")
 _WEIGHTS = ("w_recency", "w_reuse", "w_attention", "w_coherence")
 # Sums of decimal weights such as 0.1 + 0.2 + 0.7 may exceed 1 by a rounding error.
 _SUM_TOLERANCE = 1e-9
@@ -58,6 +59,19 @@ _ALLOWED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         "one of " + ", ".join(sorted(POLICIES)),
     ),
     "ghost_factor": (lambda value: _is_number(value, 0.0, 64.0), "a number from 0 to 64"),
+    "max_pinned_fraction": (_is_weight, "a number from 0 to 1"),
+    "max_session_fraction": (
+        lambda value: _is_weight(value) and value > 0.0,
+        "a number above 0 and at most 1 (1: no limit)",
+    ),
+    "record_trace": (
+        lambda value: value is None or (isinstance(value, str) and bool(value)),
+        "the path of a file to write",
+    ),
+    "record_trace_mib": (
+        lambda value: _is_number(value, 1.0, 1_048_576.0),
+        "a number of MiB from 1 to 1048576",
+    ),
 }
 
 
@@ -87,6 +101,11 @@ class EvokeConfig:
             ``"adaptive"``, which knows no weights, or ``"scored"`` where weights or a half-life
             are set.
         ghost_factor: evicted blocks whose reuse count is remembered, per resident block.
+        max_pinned_fraction: share of the pool that requests may pin, from 0 to 1.
+        max_session_fraction: share of the pool that one session may fill with blocks of its own
+            while room is short, above 0 to 1; 1 sets no limit.
+        record_trace: where an adapter that can record writes what its tier did; None: nowhere.
+        record_trace_mib: size of that recording, in MiB, beyond which its oldest part goes.
 
     Raises:
         ConfigError: on construction, with one line that names the setting and what is allowed.
@@ -102,6 +121,10 @@ class EvokeConfig:
     )
     policy: str = field(validator=_check("policy"))
     ghost_factor: float = field(default=4.0, validator=_check("ghost_factor"))
+    max_pinned_fraction: float = field(default=0.25, validator=_check("max_pinned_fraction"))
+    max_session_fraction: float = field(default=1.0, validator=_check("max_session_fraction"))
+    record_trace: str | None = field(default=None, validator=_check("record_trace"))
+    record_trace_mib: float = field(default=256.0, validator=_check("record_trace_mib"))
 
     @policy.default
     def _default_policy(self) -> str:
@@ -181,7 +204,7 @@ def _apply_environment(
         text = environ[variable]
         if variable in variables:
             name = variables[variable]
-            given[name] = text if name == "policy" else _parse_number(text)
+            given[name] = text if name in _TEXTS else _parse_number(text)
             origin[name] = f"environment variable {variable}"
         elif variable.startswith(_FLOOR_PREFIX) and len(variable) > len(_FLOOR_PREFIX):
             value = _parse_number(text)

@@ -2,8 +2,9 @@
 
 Guarantees: each resident key is in exactly one run; a run's ``children`` and ``held`` are exact
 whatever is split, added or removed, parents that are missing included; a run has a place in the
-order if and only if it is a leaf whose last block is not held (or, after a hold on a placed leaf,
-until a selection meets it).
+order if and only if it is a leaf that is not pinned and whose last block is not held (or, after a
+hold on a placed leaf, until a selection meets it). Owners, pins and deadlines are followed here,
+because here is where runs split, grow and go.
 """
 
 from collections import Counter
@@ -11,9 +12,13 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise, repeat
 
 from evoke_core.bulk import delete
-from evoke_core.order import LeafOrder
+from evoke_core.deadlines import Deadlines
+from evoke_core.order import LeafOrder, OverShare, Step
+from evoke_core.pins import Pins
 from evoke_core.policies import Policy
 from evoke_core.runs import Run
+from evoke_core.sessions import Sessions
+from evoke_core.terms import NO_TERMS, Terms
 
 
 class Forest:
@@ -22,6 +27,10 @@ class Forest:
     def __init__(self, policy: Policy) -> None:
         self.runs: dict[bytes, Run] = {}
         self.holds: dict[bytes, int] = {}
+        self.pins = Pins()
+        self.sessions = Sessions()
+        self.expired = 0
+        self._deadlines = Deadlines()
         self._order = LeafOrder(policy)
         self._orphans: dict[bytes, int] = {}  # key of a missing parent -> runs that wait for it
         self._serial = 0
@@ -29,6 +38,10 @@ class Forest:
     def clear(self) -> None:
         self.runs.clear()
         self.holds.clear()
+        self.pins.clear()
+        self.sessions.clear()
+        self.expired = 0
+        self._deadlines.clear()
         self._orphans.clear()
         self._order.clear()
 
@@ -55,6 +68,11 @@ class Forest:
     @property
     def has_orphans(self) -> bool:
         return bool(self._orphans)
+
+    @property
+    def orphans(self) -> int:
+        """How many runs wait for a missing parent."""
+        return sum(self._orphans.values())
 
     def awaited(self, key: bytes) -> bool:
         """Say whether orphans wait for this missing block."""
@@ -88,6 +106,12 @@ class Forest:
                 else:
                     above.children += 1
         self.runs.update(dict.fromkeys(keys, run))
+        if run.terms is not NO_TERMS:
+            self.sessions.add(run.terms.owner, run, len(keys))
+            if run.alarm is None:
+                self._deadlines.watch(run)
+        if run.expired:
+            self.expired += len(keys)
         self._settle(run)
 
     def split(self, run: Run, length: int) -> Run:
@@ -107,6 +131,9 @@ class Forest:
         lower.keys, lower.start, lower.parent_key = rest, upper.start + length, upper.keys[-1]
         upper.children = 1
         self.runs.update(dict.fromkeys(new.keys, new))
+        if new.terms is not NO_TERMS:
+            self.sessions.add(new.terms.owner, new, 0)
+            self._deadlines.watch(new)
         if run.held:
             upper.held = sum(key in self.holds for key in upper.keys)
             lower.held = sum(key in self.holds for key in lower.keys)
@@ -140,6 +167,14 @@ class Forest:
         keys = run.keys[-count:]
         del run.keys[-count:]
         delete(self.runs, keys)
+        if run.terms is not NO_TERMS:
+            self.sessions.remove(run.terms.owner, run, count, whole=not run.keys)
+            if not run.keys:
+                self._deadlines.unwatch(run)
+        if run.expired:
+            self.expired -= count
+        if run.pinned:
+            self.pins.discard(keys)
         if run.keys:
             self._settle(run)
         elif run.parent_key is not None:
@@ -155,12 +190,31 @@ class Forest:
         return keys
 
     def rerank(self, run: Run, change: Callable[[], None]) -> None:
-        """Apply ``change``, which may alter what the run is worth, and place it anew."""
+        """Apply ``change``, which may alter what the run is worth, whose it is, or until when."""
         placed = run.entry is not None
         self._order.discard(run)
+        before, expired, pinned = run.terms, run.expired, run.pinned
         change()
-        if placed:
+        if run.terms is not NO_TERMS or before is not NO_TERMS:
+            self._follow(run, before, expired)
+        if pinned and not run.pinned:
+            self._settle(run)
+        elif placed and not run.pinned:
             self._order.add(run)
+
+    def _follow(self, run: Run, before: Terms, expired: bool) -> None:
+        """Keep owners and deadlines after a run's terms have changed."""
+        now, blocks = run.terms, len(run.keys)
+        if now.owner != before.owner:
+            self.sessions.remove(before.owner, run, blocks, whole=True)
+            self.sessions.add(now.owner, run, blocks)
+        self.expired += blocks * (run.expired - expired)
+        self._deadlines.unwatch(run)
+        self._deadlines.watch(run)
+
+    def due(self, now: float) -> list[Run]:
+        """Return the runs whose next deadline is reached; :meth:`rerank` them."""
+        return self._deadlines.due(now)
 
     # --- holds ---
 
@@ -193,12 +247,14 @@ class Forest:
         half_life: float,
         limit: Callable[[Run, int], int],
         drafts: Sequence[Run] = (),
-    ) -> list[tuple[Run, int]]:
+        share: int | None = None,
+    ) -> list[Step]:
         """Plan ``n`` evictions, see :meth:`LeafOrder.select`; then apply it or not, and
         :meth:`restore`. ``limit(run, room)`` lowers how many of a run's last blocks may go.
 
         ``drafts`` are runs of one chain, head first (or of a window group), that are not filed yet
-        and compete for room: steps that name them are refusals.
+        and compete for room: steps that name them are refusals. Sessions with more than ``share``
+        blocks of their own give way first.
         """
         drafted_parent: dict[Run, Run | None] = dict.fromkeys(drafts)
         if not drafts or not drafts[0].windowed:
@@ -207,6 +263,8 @@ class Forest:
                 above.children = 1
 
         def available(run: Run) -> int:
+            if run.pinned:
+                return 0
             room = len(run.keys)
             if run in drafted_parent:
                 return room
@@ -220,8 +278,25 @@ class Forest:
         def parent(run: Run) -> Run | None:
             return drafted_parent[run] if run in drafted_parent else self.parent(run)
 
-        challengers = [draft for draft in drafts if draft.children == 0]
-        return self._order.select(n, half_life, available, parent, challengers)
+        challengers = [draft for draft in drafts if draft.children == 0 and not draft.pinned]
+        over = None if share is None else self._over_share(share, drafts)
+        return self._order.select(n, half_life, available, parent, challengers, over)
+
+    def _over_share(self, share: int, drafts: Sequence[Run]) -> OverShare | None:
+        """Find the sessions whose own blocks, drafts included, are more than ``share``."""
+        excess: dict[str | None, int] = dict(self.sessions.over(share))
+        competing: dict[str, int] = {}
+        for draft in drafts:
+            if draft.terms.owner is not None:
+                competing[draft.terms.owner] = competing.get(draft.terms.owner, 0) + len(draft.keys)
+        for session, blocks in competing.items():
+            more = self.sessions.blocks(session) + blocks - share
+            if more > 0:
+                excess[session] = more
+        if not excess:
+            return None
+        runs = [run for session in excess for run in self.sessions.runs(session or "")]
+        return OverShare(runs, excess)
 
     def restore(self) -> None:
         self._order.restore()
@@ -231,6 +306,7 @@ class Forest:
         if (
             run.entry is None
             and run.children == 0
+            and not run.pinned
             and (run.held == 0 or run.keys[-1] not in self.holds)
         ):
             self._order.add(run)

@@ -4,6 +4,8 @@ from typing import Protocol
 
 from attrs import define
 
+from evoke_core.terms import Terms
+
 
 class History(Protocol):
     """The past of blocks that share one: a resident run's, or a :class:`Past`.
@@ -13,6 +15,8 @@ class History(Protocol):
         last: tick of the most recent of them.
         gap: requests between the last two touches, where the policy keeps it, else 0.
         role, priority: the living claims, see :class:`~evoke_core.runs.Run`.
+        terms: what clients declared beyond these.
+        holding: whether a promise of reuse was outstanding when last looked at.
     """
 
     @property
@@ -25,6 +29,10 @@ class History(Protocol):
     def role(self) -> str | None: ...
     @property
     def priority(self) -> float: ...
+    @property
+    def terms(self) -> Terms: ...
+    @property
+    def holding(self) -> bool: ...
 
 
 @define(eq=False)
@@ -36,8 +44,18 @@ class Past:
     gap: int
     role: str | None
     priority: float
+    terms: Terms
+    holding: bool
     disturbed: bool = False
 
     @classmethod
     def of(cls, history: History) -> "Past":
-        return cls(history.reuse, history.last, history.gap, history.role, history.priority)
+        return cls(
+            history.reuse,
+            history.last,
+            history.gap,
+            history.role,
+            history.priority,
+            history.terms,
+            history.holding,
+        )

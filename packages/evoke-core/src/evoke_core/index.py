@@ -11,24 +11,29 @@ Guarantees:
 - Unknown keys and requests are ignored: nothing raises on what an engine or a client says late.
 
 Time is counted in requests: ``open`` ticks the clock, and all a request touches is as recent as its
-tick. Full-attention groups form chains; blocks of ``window_groups`` (sliding window, Mamba) stand
-alone, without parents.
+tick. Seconds matter only where a client spoke of them, and pass only in ``open``. Full-attention
+groups form chains; blocks of ``window_groups`` (sliding window, Mamba) stand alone, parentless.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from evoke_core.config import EvokeConfig
 from evoke_core.forest import Forest, tail_length
 from evoke_core.ghosts import GhostMemory
 from evoke_core.half_life import HalfLife
 from evoke_core.history import History, Past
+from evoke_core.order import Reason, Step
+from evoke_core.pace import Pace
 from evoke_core.policies import POLICIES, Policy
-from evoke_core.requests import Chain, OpenRequest
+from evoke_core.requests import Chain, OpenRequest, claims_of
 from evoke_core.runs import MAX_REUSE, Run, shared_length
 from evoke_core.tags import UNTAGGED, RequestTags
+from evoke_core.terms import NO_TERMS
 
 MAX_OPEN_REQUESTS = 65_536
 """Beyond it the oldest open request is closed: an adapter that never closes must not leak."""
@@ -36,17 +41,28 @@ MAX_OPEN_REQUESTS = 65_536
 CAPACITY = "capacity"
 """The reason of evictions that make room; only these are remembered as ghosts."""
 
+MAX_REUSES = 4_096
+"""Uses of resident blocks kept for a reader; older ones are dropped when nobody drains them."""
+
+Reuse = tuple[int, int, str | None]
+"""Requests since the blocks' last touch, how many blocks, their source role until then."""
+
 _SIGNAL_STEPS = 64
 
 
 @frozen
 class Evicted:
-    """Blocks that left together, in the order in which they went (deepest first)."""
+    """Blocks that left together, in the order in which they went (deepest first).
+
+    ``reused``: a request touched them again after they were stored.
+    """
 
     keys: list[bytes]
     last: int
     role: str | None
     group: int
+    reason: Reason
+    reused: bool
 
 
 @frozen
@@ -72,6 +88,10 @@ class BlockView:
     attention: float
     coherence: float
     role: str | None
+    session: str | None
+    holding: bool
+    expired: bool
+    pinned: bool
     held: int
     leaf: bool
 
@@ -83,6 +103,8 @@ class RetentionIndex:
         config: the operator's settings.
         policy: the ranking; by default the one that ``config.policy`` names.
         window_groups: groups whose blocks have no parent.
+        capacity: slots of the pool, where somebody knows; shares of it (pins, sessions) are else
+            taken of the largest number of blocks that was ever resident.
     """
 
     def __init__(
@@ -91,6 +113,7 @@ class RetentionIndex:
         *,
         policy: Policy | None = None,
         window_groups: Iterable[int] = (),
+        capacity: int | None = None,
     ) -> None:
         self.config = EvokeConfig() if config is None else config
         self.clock = 0
@@ -99,7 +122,11 @@ class RetentionIndex:
         self._runs = self._forest.runs
         self._window_groups = frozenset(window_groups)
         self._half_life = HalfLife.of(self.config.recency_half_life)
-        self._ghosts = GhostMemory(self._policy.forget)
+        self._ghosts = GhostMemory(self._forget_ghosts)
+        self._capacity = capacity
+        self._pace = Pace()
+        self._reuses: deque[Reuse] = deque(maxlen=MAX_REUSES)
+        self.times_ignored = 0
         self._peak = 0
         self._named = 0
         self._ever_full = False
@@ -108,23 +135,38 @@ class RetentionIndex:
 
     # --- requests ---
 
-    def open(self, request_id: str, tags: RequestTags = UNTAGGED, now: float = 0.0) -> None:
-        """Begin a request: the clock ticks. ``now`` is the time in seconds, stamped once."""
+    def open(self, request_id: str, tags: RequestTags = UNTAGGED, now: float | None = None) -> None:
+        """Begin a request: the clock ticks. ``now`` is the time in seconds, stamped once.
+
+        Without it, tags that speak of seconds are ignored, and counted in ``times_ignored``.
+        """
         self.close(request_id)
         if len(self._requests) >= MAX_OPEN_REQUESTS:
             self.close(next(iter(self._requests)))
         self.clock += 1
-        floor = self.config.source_floors.get(tags.source_type or "", 0.0)
-        self._requests[request_id] = OpenRequest(request_id, self.clock, now, tags, floor)
+        if now is not None:
+            self._pace.arrived(now)
+            for run in self._forest.due(self._pace.now):
+                self._forest.rerank(run, partial(self._pass_deadline, run))
+        elif tags.speaks_of_time:
+            self.times_ignored += 1
+        whole, claims = claims_of(tags, self.config.source_floors, now, self._pace.per_second)
+        self._requests[request_id] = OpenRequest(request_id, self.clock, tags, whole, claims)
         self._open_ticks.add(self.clock)
         rescored = self._policy.advance(self.clock, self._peak)
         self._forest.advance(self.clock, rescored=rescored)
 
     def close(self, request_id: str) -> None:
-        """End a request. Its blocks stay; its own bookkeeping is released."""
+        """End a request. Its blocks stay; its own bookkeeping is released.
+
+        If it was its session's last, what only that session used is the first to go from now on.
+        """
         request = self._requests.pop(request_id, None)
         if request is not None:
             self._open_ticks.discard(request.tick)
+            if request.tags.end_of_session and request.tags.session is not None:
+                for run in self._forest.sessions.runs(request.tags.session):
+                    self._forest.rerank(run, partial(self._expire, run))
 
     def is_open(self, request_id: str) -> bool:
         return request_id in self._requests
@@ -181,8 +223,8 @@ class RetentionIndex:
         """
         self.touch(request_id, keys, group=group, start=start)
         request = self._requests.get(request_id)
-        if request is None:
-            return Admission([], list(keys), [])
+        if request is None or request.tags.no_store:
+            return Admission([], [key for key in keys if key not in self._runs], [])
         missing = self._missing(request, keys, group, start)
         shortage = sum(len(stretch) for _, stretch in missing) - room
         if self._policy.admits:
@@ -280,7 +322,7 @@ class RetentionIndex:
         self._forest.restore()
         left: dict[Run, int] = {}
         keys: list[bytes] = []
-        for run, count in plan:
+        for run, count, _ in plan:
             stop = left.get(run, len(run.keys))
             keys.extend(reversed(run.keys[stop - count : stop]))
             left[run] = stop - count
@@ -292,8 +334,8 @@ class RetentionIndex:
             return []
         self._note_overflow()
         evicted = []
-        for run, count in self._select(n, protect, None):
-            evicted.append(self._evict(run, count))
+        for step in self._select(n, protect, None):
+            evicted.append(self._evict(*step))
         self._forest.restore()
         return evicted
 
@@ -319,6 +361,36 @@ class RetentionIndex:
     def held(self) -> int:
         """How many blocks are held."""
         return len(self._forest.holds)
+
+    @property
+    def pinned(self) -> int:
+        """How many blocks are pinned."""
+        return len(self._forest.pins)
+
+    @property
+    def expired(self) -> int:
+        """How many resident blocks are the first to go, because their time or session is over."""
+        return self._forest.expired
+
+    @property
+    def orphans(self) -> int:
+        """How many stretches of blocks wait for a parent that is missing."""
+        return self._forest.orphans
+
+    @property
+    def now(self) -> float:
+        """The latest time handed in, in seconds; minus infinity before that."""
+        return self._pace.now
+
+    def beliefs(self) -> Mapping[str, float]:
+        """Return a few figures that sum up what the policy has learned, by name."""
+        return self._policy.beliefs()
+
+    def drain_reuses(self) -> list[Reuse]:
+        """Return the uses of resident blocks since the last call, at most the latest few."""
+        found = list(self._reuses)
+        self._reuses.clear()
+        return found
 
     def parent(self, key: bytes) -> bytes | None:
         """Return a block's resident parent; None for the head of a chain, an orphan, a stranger."""
@@ -347,14 +419,18 @@ class RetentionIndex:
             attention=run.attention,
             coherence=run.coherence,
             role=run.role,
+            session=run.terms.owner,
+            holding=run.holding,
+            expired=run.expired,
+            pinned=run.pinned,
             held=self._forest.holds.get(key, 0),
             leaf=run.children == 0 and offset + 1 == len(run.keys),
         )
 
-    def role(self, request_id: str) -> str | None:
-        """Return the source role of an open request."""
+    def tags(self, request_id: str) -> RequestTags | None:
+        """Return the tags of an open request."""
         request = self._requests.get(request_id)
-        return None if request is None else request.tags.source_type
+        return None if request is None else request.tags
 
     def reachable(self, request_id: str, group: int, position: int) -> bool:
         """Say whether a block of the request at ``position`` would have its parent resident."""
@@ -399,16 +475,28 @@ class RetentionIndex:
     def _count(self, run: Run, request: OpenRequest) -> None:
         """Add ``request`` to the history of all of ``run``."""
 
+        claim = request.whole if run.windowed else request.claim(run.start)
+        blocks = len(run.keys)
+
         def change() -> None:
-            run.gap = self._policy.used(run, request.tick, len(run.keys))
+            if run.holding:
+                self._policy.settled(run, blocks, True)
+            self._reuses.append((max(0, request.tick - run.last), blocks, run.role))
+            run.gap = self._policy.used(run, request.tick, blocks)
             run.last = max(run.last, request.tick)
             run.reuse = min(run.reuse + 1, MAX_REUSE)
-            if request.floor >= run.floor or self._lapsed(run.floor_tick):
-                run.floor, run.floor_tick = request.floor, request.tick
-                run.role = request.tags.source_type
-            if request.tags.priority >= run.priority or self._lapsed(run.priority_tick):
-                run.priority, run.priority_tick = request.tags.priority, request.tick
-            self._policy.entered(run, len(run.keys))
+            run.reused = True
+            if claim.floor >= run.floor or self._lapsed(run.floor_tick):
+                run.floor, run.floor_tick, run.role = claim.floor, request.tick, claim.role
+            if claim.priority >= run.priority or self._lapsed(run.priority_tick):
+                run.priority, run.priority_tick = claim.priority, request.tick
+            if run.terms is not NO_TERMS or claim.terms is not NO_TERMS:
+                run.terms = run.terms.joined(claim.terms)
+                self._judge(run)
+            if request.tags.pinned and not run.expired:
+                run.pinned = True
+                self._forest.pins.add(run.keys, request.tick, run.group, run.start)
+            self._policy.entered(run, blocks)
 
         self._forest.rerank(run, change)
 
@@ -423,16 +511,70 @@ class RetentionIndex:
             if run.start < at:
                 run = self._forest.split(run, at - run.start)
             limit = min(end, min(chain.ahead)) if chain.ahead else end
+            if len(request.claims) > 1:
+                limit = int(min(limit, request.claim(at).end))
             same = min(shared_length(run.keys, chain.keys, at), limit - at)
             if same < len(run.keys):
                 self._forest.split(run, same)
                 run = self._runs[chain.keys[at]]
             self._count(run, request)
             chain.mark(at, at + same)
+        if request.tags.pinned:
+            self._trim_pins()
 
     def _lapsed(self, tick: int) -> bool:
         """Say whether the claim of the request with this tick is neither open nor recent."""
         return tick not in self._open_ticks and self.clock - tick > self._half_life.value
+
+    # --- what clients declared ---
+
+    def _judge(self, run: Run) -> None:
+        """Say where a run stands by its terms."""
+        run.holding = self.now < run.terms.holds_until
+        run.expired = self.now >= run.terms.expires
+        if run.expired:
+            self._expire(run)
+
+    def _expire(self, run: Run) -> None:
+        run.expired = True
+        if run.pinned:
+            run.pinned = False
+            self._forest.pins.discard(run.keys)
+
+    def _pass_deadline(self, run: Run) -> None:
+        if run.holding and self.now >= run.terms.holds_until:
+            self._policy.settled(run, len(run.keys), False)
+            run.holding = False
+        if self.now >= run.terms.expires:
+            self._expire(run)
+
+    @property
+    def _slots(self) -> int:
+        return self._peak if self._capacity is None else self._capacity
+
+    @property
+    def _pin_limit(self) -> int:
+        return int(self.config.max_pinned_fraction * self._slots)
+
+    def _trim_pins(self) -> None:
+        """Let the oldest pins go that are beyond the limit."""
+        dropped = self._forest.pins.surplus(self._pin_limit)
+        at = 0
+        while at < len(dropped):  # deepest first: mostly the end of a run, block after block
+            run = self._forest.end_with(dropped[at])
+            n = 1
+            most = min(len(run.keys), len(dropped) - at)
+            while n < most and run.keys[-n - 1] == dropped[at + n]:
+                n += 1
+            if n < len(run.keys):
+                run = self._forest.split(run, len(run.keys) - n)
+            self._forest.rerank(run, partial(setattr, run, "pinned", False))
+            at += n
+
+    def _forget_ghosts(self, past: Past, blocks: int) -> None:
+        if past.holding and self.now >= past.terms.holds_until:
+            self._policy.settled(past, blocks, False)
+        self._policy.forget(past, blocks)
 
     # --- insertion ---
 
@@ -480,6 +622,10 @@ class RetentionIndex:
         """
         drafts = []
         chain = request.chain(group)
+        ends = {claim.end for claim in request.claims} if len(request.claims) > 1 else ()
+        pins = 0  # so many more blocks arrive pinned
+        if request.tags.pinned:
+            pins = max(0, self._pin_limit - self._forest.pins.of(request.tick))
         for start, keys in missing:
             pasts = self._ghosts.recall(keys)
             counted = self._counted(request, group, start, keys)
@@ -490,11 +636,15 @@ class RetentionIndex:
                 if pasts[at] is not pasts[at - 1]
                 or counted[at] != counted[at - 1]
                 or (waiting and self._forest.awaited(keys[at - 1]))
+                or start + at in ends
+                or at == pins
             ]
             for begin, end in pairwise([0, *edges, len(keys)]):
                 run = self._new_run(request, keys[begin:end], group, start + begin)
+                run.pinned = end <= pins
                 self._inherit(run, pasts[begin], counted[begin])
                 drafts.append(run)
+            pins -= min(pins, len(keys))
             # Counted even if they are refused: offering a block again is no second use.
             if group in request.windows:
                 request.windows[group].update(dict.fromkeys(keys, True))
@@ -514,6 +664,7 @@ class RetentionIndex:
 
     def _new_run(self, request: OpenRequest, keys: list[bytes], group: int, start: int) -> Run:
         windowed = group in self._window_groups
+        claim = request.whole if windowed else request.claim(start)
         return Run(
             keys=keys,
             group=group,
@@ -521,23 +672,31 @@ class RetentionIndex:
             parent_key=None if windowed or start == 0 else request.chain(group).keys[start - 1],
             last=request.tick,
             reuse=1,
-            floor=request.floor,
+            floor=claim.floor,
             floor_tick=request.tick,
-            role=request.tags.source_type,
-            priority=request.tags.priority,
+            role=claim.role,
+            priority=claim.priority,
             priority_tick=request.tick,
             serial=self._forest.next_serial(),
             windowed=windowed,
+            terms=claim.terms,
         )
 
     def _inherit(self, run: Run, past: Past | None, counted: bool) -> None:
         """Give a new run the history that is remembered of its blocks."""
+        if past is not None and run.terms.owner not in (None, past.terms.owner):
+            run.terms = evolve(run.terms, owner=None)
+        if past is not None and past.holding and not counted:
+            kept = self.now < past.terms.holds_until
+            self._policy.settled(past, len(run.keys), kept)
         if past is not None and counted:
             self._policy.forget(past, len(run.keys))  # the same use, filed under a new tick
             run.reuse, run.gap = past.reuse, past.gap
         elif past is not None:
             run.gap = self._policy.used(past, run.last, len(run.keys))
             run.reuse = min(past.reuse + 1, MAX_REUSE)
+        if run.terms is not NO_TERMS:
+            self._judge(run)
         self._policy.entered(run, len(run.keys))
 
     def _compete(
@@ -549,23 +708,34 @@ class RetentionIndex:
         if shortage <= 0:
             return refused, evicted
         drafted = set(drafts)
-        for run, count in self._select(shortage, request_id, None, drafts):
+
+        def refuse(draft: Run, count: int) -> None:
+            losing = draft.keys[-count:]
+            del draft.keys[-count:]
+            losing.reverse()
+            self._remember(losing, draft)
+            refused.extend(losing)
+
+        for run, count, reason in self._select(shortage, request_id, None, drafts):
+            shortage -= count
             if run in drafted:
-                losing = run.keys[-count:]
-                del run.keys[-count:]
-                losing.reverse()
-                self._remember(losing, run)
-                refused += losing
+                refuse(run, count)
             else:
-                evicted.append(self._evict(run, count))
+                evicted.append(self._evict(run, count, reason))
         self._forest.restore()
+        for draft in reversed(drafts):  # pinned ones, if nothing else can go
+            if shortage > 0 and draft.keys:
+                count = min(shortage, len(draft.keys))
+                shortage -= count
+                refuse(draft, count)
         refused.reverse()
         return refused, evicted
 
-    def _evict(self, run: Run, count: int) -> Evicted:
+    def _evict(self, run: Run, count: int, reason: Reason) -> Evicted:
+        last, role, group, reused = run.last, run.role, run.group, run.reused
         keys = self._forest.remove_tail(run, count)
         self._remember(keys, run)
-        return Evicted(keys, run.last, run.role, run.group)
+        return Evicted(keys, last, role, group, reason, reused)
 
     def _file(self, request: OpenRequest, drafts: list[Run], *, hold: bool) -> list[bytes]:
         """Make what is left of the drafts resident; return the keys."""
@@ -574,12 +744,16 @@ class RetentionIndex:
             if not run.keys:
                 continue
             added += run.keys
+            if run.pinned:
+                self._forest.pins.add(run.keys, request.tick, run.group, run.start)
             self._forest.add(run, hold=hold)
         if added and not drafts[0].windowed:  # a closed gap may have made more of the chain count
             chain = request.chain(drafts[0].group)
             self._advance(request, chain, drafts[-1].start + len(drafts[-1].keys))
         self._half_life.note_inserted(len(added))
         self._peak = max(self._peak, len(self._runs))
+        if request.tags.pinned:
+            self._trim_pins()
         return added
 
     # --- window groups and victims ---
@@ -602,7 +776,7 @@ class RetentionIndex:
         protect: str | None,
         eligible: Callable[[bytes], bool] | None,
         drafts: Sequence[Run] = (),
-    ) -> list[tuple[Run, int]]:
+    ) -> list[Step]:
         request = self._requests.get(protect) if protect is not None else None
 
         def limit(run: Run, room: int) -> int:
@@ -612,7 +786,9 @@ class RetentionIndex:
                 room = min(room, tail_length(run.keys, eligible))
             return room
 
-        return self._forest.select(n, self.half_life, limit, drafts)
+        fraction = self.config.max_session_fraction
+        share = None if fraction >= 1.0 else int(fraction * self._slots)
+        return self._forest.select(n, self.half_life, limit, drafts, share)
 
 
 def _cut(missing: list[tuple[int, list[bytes]]], n: int) -> list[bytes]:

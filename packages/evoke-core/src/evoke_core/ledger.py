@@ -22,7 +22,7 @@ from attrs import evolve, frozen
 
 from evoke_core.bulk import delete
 from evoke_core.config import EvokeConfig
-from evoke_core.index import CAPACITY, Evicted, RetentionIndex
+from evoke_core.index import Evicted, RetentionIndex, Reuse
 from evoke_core.policies import Policy
 from evoke_core.tags import UNTAGGED, RequestTags, TagProblem
 
@@ -59,6 +59,7 @@ class Decision:
     Attributes:
         age: requests since the blocks' last touch (0 unless evicted).
         role: source role behind the blocks' floor.
+        reused: evicted after a request had touched them again.
     """
 
     kind: Literal["stored", "refused", "evicted", "aborted"]
@@ -67,17 +68,21 @@ class Decision:
     age: int
     role: str | None
     group: int
+    reused: bool = False
 
 
 @frozen(kw_only=True)
 class LedgerStats:
-    """State (first line) and counters since construction (the rest), in blocks unless said."""
+    """State, and from ``stored`` on counters since construction; in blocks unless said."""
 
     capacity: int
     resident: int
     pending: int
     held: int
     free: int
+    pinned: int
+    expired: int
+    orphans: int
     resident_tokens: int
     ghosts: int
     tracked: int
@@ -141,7 +146,9 @@ class BlockLedger:
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} = {value!r} is not allowed; allowed: integers >= {least}")
         self.capacity = capacity
-        self.index = RetentionIndex(config, policy=policy, window_groups=window_groups)
+        self.index = RetentionIndex(
+            config, policy=policy, window_groups=window_groups, capacity=capacity
+        )
         self._window_groups = frozenset(window_groups)
         self._tokens_per_block = tokens_per_block
         self._ready: dict[bytes, int] = {}
@@ -161,9 +168,11 @@ class BlockLedger:
 
     # --- requests ---
 
-    def open(self, request_id: str, tags: RequestTags = UNTAGGED, now: float = 0.0) -> None:
+    def open(self, request_id: str, tags: RequestTags = UNTAGGED, now: float | None = None) -> None:
         """Begin a request; ``now`` is the time in seconds, stamped once by the adapter."""
         self.index.open(request_id, tags, now)
+        if now is None and tags.speaks_of_time:
+            self.note_tag_problems([TagProblem("time", "no clock")])
 
     def close(self, request_id: str) -> None:
         """End a request. Transfers still under way complete, and loads are released, as before."""
@@ -248,12 +257,13 @@ class BlockLedger:
         if not granted:
             return Reservation([], [], evicted, self._ticket)
         slots = self._take_slots(len(granted))
+        tags = self.index.tags(request_id) or UNTAGGED
         transfer = _Transfer(
             request_id,
             self._ticket,
             dict(zip(granted, slots, strict=True)),
             group,
-            self.index.role(request_id),
+            tags.source_type,
         )
         self._pending.update(dict.fromkeys(granted, transfer))
         return Reservation(granted, slots, evicted, self._ticket)
@@ -297,6 +307,10 @@ class BlockLedger:
 
     # --- reporting ---
 
+    def drain_reuses(self) -> list[Reuse]:
+        """Return the uses of stored blocks since the last call, at most the latest few."""
+        return self.index.drain_reuses()
+
     def drain_decisions(self) -> list[Decision]:
         """Return the decisions since the last call, in order."""
         decisions = list(self._decisions)
@@ -313,6 +327,9 @@ class BlockLedger:
             pending=len(self._pending),
             held=self.index.held - len(self._pending),
             free=self.capacity - resident,
+            pinned=self.index.pinned,
+            expired=self.index.expired,
+            orphans=self.index.orphans,
             resident_tokens=resident * self._tokens_per_block,
             ghosts=self.index.ghosts,
             tracked=len(self._named),
@@ -328,8 +345,11 @@ class BlockLedger:
         self, request_id: str, keys: Sequence[bytes], group: int, start: int
     ) -> Sequence[bytes]:
         """Return those of ``keys`` that may be resident, and record the refusal of the others."""
-        if not self.index.is_open(request_id):
+        tags = self.index.tags(request_id)
+        if tags is None:
             return self._without(keys, keys, "request not open", group)
+        if tags.no_store:
+            return self._without(keys, keys, "no_store", group)
         first = next((at for at, key in enumerate(keys) if key not in self.index), 0)
         if not self.index.reachable(request_id, group, start + first):
             return self._without(keys, keys, "parent not resident", group)
@@ -361,7 +381,9 @@ class BlockLedger:
         for batch in batches:
             self._freed += map(self._ready.pop, batch.keys)
             age = self.index.clock - batch.last
-            self._decide("evicted", batch.keys, CAPACITY, age, batch.role, batch.group)
+            self._decide(
+                "evicted", batch.keys, batch.reason, age, batch.role, batch.group, batch.reused
+            )
             evicted += batch.keys
         return evicted
 
@@ -435,9 +457,10 @@ class BlockLedger:
         age: int,
         role: str | None,
         group: int,
+        reused: bool = False,
     ) -> None:
         self._counts[kind] += len(keys)
-        self._decisions.append(Decision(kind, keys, reason, age, role, group))
+        self._decisions.append(Decision(kind, keys, reason, age, role, group, reused))
 
     def _note_named(self, keys: list[bytes]) -> None:
         """Count a request's naming of ``keys``; where memory is short, forget tails first."""

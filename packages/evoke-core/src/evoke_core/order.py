@@ -5,29 +5,42 @@ that is the order of the score (see ``policies.py``), so the overall victim is t
 classes' first entries. Classes are visited by the lower bound of their scores and only as far as
 that bound does not exceed the best score found: exact, and independent of the pool's size.
 
+Three tiers come before and behind one another whatever the policy says: runs that have expired,
+leaves of sessions over their share, all others.
+
 ``select`` plans evictions without changing anything that can be observed: entries it takes out of
 the heaps come back through ``restore``. Entries of runs that moved on are left in place as stale
 and skipped when they surface; a heap is rebuilt when stale entries outnumber live ones.
 """
 
+import math
 from bisect import insort
 from collections.abc import Callable, Hashable, Sequence
 from heapq import heapify, heappop, heappush
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from attrs import define, field
+from attrs import define, field, frozen
 
 from evoke_core.policies import Policy
 
 if TYPE_CHECKING:
     from evoke_core.runs import Run
 
+Reason = Literal["expired", "session share", "capacity"]
+
 LeafEntry = tuple[int, int, int, int, int, "Run"]
 """(last, -position, group, serial, push number, run): sorts by rank within a class."""
 
-# (score, entry, the class it heads or None, blocks that may go, blocks that stay)
-_Candidate = tuple[float, LeafEntry, "RankClass | None", int, int]
+# (tier, score, entry, the class it heads or None, blocks that may go, blocks that stay)
+_Candidate = tuple[int, float, LeafEntry, "RankClass | None", int, int]
+
+_EXPIRED, _OVER_SHARE, _ORDINARY = range(3)
+
+_REASONS: tuple[Reason, ...] = ("expired", "session share", "capacity")
+
+Step = tuple["Run", int, Reason]
+"""(run, how many of its last remaining blocks go, why)."""
 
 _STALE_SLACK = 64
 
@@ -56,11 +69,20 @@ class RankClass:
         return run.entry is entry and run.rank_class is self
 
 
+@frozen
+class OverShare:
+    """The sessions that must give way: their runs, and by how many blocks each is over."""
+
+    runs: list["Run"]
+    excess: dict[str | None, int]
+
+
 class LeafOrder:
     """All leaf runs, by rank."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
+        self._expired = RankClass(None, -math.inf)
         self._classes: dict[Hashable, RankClass] = {}
         self._by_bound: list[RankClass] = []
         self._clock = 0
@@ -72,7 +94,10 @@ class LeafOrder:
         """Give ``run``, a leaf without a place, its place."""
         entry = self._entry(run)
         run.entry = entry
-        self._place(entry, self._policy.class_key(run, self._clock))
+        if run.expired:
+            self._file(self._expired, entry)
+        else:
+            self._place(entry, self._policy.class_key(run, self._clock))
 
     def _place(self, entry: LeafEntry, key: Hashable) -> None:
         """Put the current entry of its run into the class ``key``."""
@@ -81,10 +106,7 @@ class LeafOrder:
             rank_class = RankClass(key, self._policy.bound(key))
             self._classes[key] = rank_class
             insort(self._by_bound, rank_class, key=_bound)
-        entry[-1].rank_class = rank_class
-        rank_class.live += 1
-        heap = rank_class.heap
-        heappush(heap, entry)
+        self._file(rank_class, entry)
         next_move = self._policy.next_move(key, entry[0])
         if next_move is not None:
             due = self._due.get(next_move[0])
@@ -92,6 +114,13 @@ class LeafOrder:
                 self._due[next_move[0]] = [(entry, next_move[1])]
             else:
                 due.append((entry, next_move[1]))
+
+    @staticmethod
+    def _file(rank_class: RankClass, entry: LeafEntry) -> None:
+        entry[-1].rank_class = rank_class
+        rank_class.live += 1
+        heap = rank_class.heap
+        heappush(heap, entry)
         if len(heap) > 2 * rank_class.live + _STALE_SLACK:
             heap[:] = [entry for entry in heap if rank_class.holds(entry)]
             heapify(heap)
@@ -126,60 +155,87 @@ class LeafOrder:
         available: Callable[["Run"], int],
         parent: Callable[["Run"], "Run | None"],
         challengers: Sequence["Run"] = (),
-    ) -> list[tuple["Run", int]]:
-        """Plan ``n`` evictions: steps ``(run, count)``, each taking a run's last remaining blocks.
+        over: "OverShare | None" = None,
+    ) -> list[Step]:
+        """Plan ``n`` evictions: steps that each take a run's last remaining blocks.
 
         Fewer than ``n`` blocks when no leaf is left. ``available`` says how many blocks at a run's
         end may go; the parent of a run that goes whole is considered next. ``challengers``
-        are leaves that compete although they have no place. The caller applies the plan or not,
-        then calls :meth:`restore`.
+        are leaves that compete although they have no place. ``over`` names the runs of sessions
+        over their share. The caller applies the plan or not, then calls :meth:`restore`.
         """
         frontier: list[_Candidate] = []
         gone: dict[Run, int] = {}  # parent run -> children that this plan removes
-        plan: list[tuple[Run, int]] = []
+        plan: list[Step] = []
         opened = 0
+        excess = over.excess if over is not None else {}
 
-        def offer(
-            entry: LeafEntry | None, key: Hashable, source: RankClass | None, room: int
-        ) -> None:
-            if entry is not None:
+        def offer(entry: LeafEntry, key: Hashable, source: RankClass | None, room: int) -> None:
+            run = entry[-1]
+            if source is self._expired or run.expired:
+                tier, score = _EXPIRED, -math.inf
+            else:
+                tier = _OVER_SHARE if excess.get(run.terms.owner, 0) > 0 else _ORDINARY
                 score = self._policy.score(key, self._clock - entry[0], half_life)
-                heappush(frontier, (score, entry, source, room, len(entry[-1].keys) - room))
+            heappush(frontier, (tier, score, entry, source, room, len(run.keys) - room))
 
+        def offer_first(source: RankClass) -> None:
+            while (entry := source.first()) is not None and entry[-1] in early:
+                self._popped.append((source, heappop(source.heap)))
+            if entry is not None:
+                offer(entry, source.key, source, 0)
+
+        def offer_run(run: "Run", room: int) -> None:
+            offer(self._entry(run), self._policy.class_key(run, self._clock), None, room)
+
+        early: set[Run] = set()
+        if over is not None:
+            for run in over.runs:
+                if run.entry is not None and not run.expired and (room := available(run)):
+                    early.add(run)
+                    offer(run.entry, self._policy.class_key(run, self._clock), None, room)
         for run in challengers:
-            key = self._policy.class_key(run, self._clock)
-            offer(self._entry(run), key, None, len(run.keys))
+            offer_run(run, len(run.keys))
+        offer_first(self._expired)
         while n > 0:
             while opened < len(self._by_bound) and (
-                not frontier or self._by_bound[opened].bound <= frontier[0][0]
+                not frontier
+                or (frontier[0][0] == _ORDINARY and self._by_bound[opened].bound <= frontier[0][1])
             ):
-                rank_class = self._by_bound[opened]
-                offer(rank_class.first(), rank_class.key, rank_class, 0)
+                offer_first(self._by_bound[opened])
                 opened += 1
             if not frontier:
                 break
-            score, entry, source, room, kept = heappop(frontier)
+            tier, score, entry, source, room, kept = heappop(frontier)
             run = entry[-1]
             if source is not None:  # a class's first leaf: take it out and let the next one compete
                 self._popped.append((source, heappop(source.heap)))
-                offer(source.first(), source.key, source, 0)
+                offer_first(source)
                 room = available(run)
                 kept = len(run.keys) - room
                 if room == 0:
                     continue
-            take = min(n, room)
-            if frontier and frontier[0][0] == score and frontier[0][1][0] == entry[0]:
+            owner = run.terms.owner
+            most = n
+            if tier == _OVER_SHARE:
+                if excess[owner] <= 0:  # back within its share: an ordinary leaf from here on
+                    heappush(frontier, (_ORDINARY, score, entry, None, room, kept))
+                    continue
+                most = min(n, excess[owner])
+            take = min(most, room)
+            if frontier and frontier[0][:2] == (tier, score) and frontier[0][2][0] == entry[0]:
                 take = 1  # equal in score and age: the deeper block goes first, one by one
-            plan.append((run, take))
+            plan.append((run, take, _REASONS[tier]))
             n -= take
+            if owner in excess:
+                excess[owner] -= take
             if take < room:
                 shallower = (entry[0], entry[1] + take, *entry[2:])
-                heappush(frontier, (score, shallower, None, room - take, kept))
+                heappush(frontier, (tier, score, shallower, None, room - take, kept))
             elif kept == 0 and (above := parent(run)) is not None:
                 gone[above] = gone.get(above, 0) + 1
                 if gone[above] == above.children and (room := available(above)):
-                    key = self._policy.class_key(above, self._clock)
-                    offer(self._entry(above), key, None, room)
+                    offer_run(above, room)
         self._forget_empty(opened)
         return plan
 
@@ -192,6 +248,7 @@ class LeafOrder:
 
     def clear(self) -> None:
         """Forget all leaves. The runs' own ``entry`` is left as it is: they are forgotten too."""
+        self._expired = RankClass(None, -math.inf)
         self._classes.clear()
         self._by_bound.clear()
         self._due.clear()

@@ -66,6 +66,16 @@ class Policy:
     def entered(self, history: History, blocks: int) -> None:
         """Blocks have this history now: they are new, or were used."""
 
+    def settled(self, past: History, blocks: int, kept: bool) -> None:
+        """A promise of reuse was kept by blocks with this past, or broken.
+
+        Called before the use that keeps it.
+        """
+
+    def beliefs(self) -> Mapping[str, float]:
+        """Return a few figures that sum up what was learned, by name."""
+        return {}
+
     def forget(self, past: History, blocks: int) -> None:
         """Blocks with this past will not be recognised again."""
 
@@ -80,7 +90,8 @@ class ScoredPolicy(Policy):
                                            + w_attention * attention + w_coherence * coherence))
 
     with ``recency = 2 ** (-age / half_life)`` and ``reuse = 1 - 2 ** -n`` for ``n`` distinct
-    requests. Everything but the age is fixed within a class.
+    requests. Everything but the age is fixed within a class. While a block holds its value its
+    recency is 1.
     """
 
     def __init__(self, config: "EvokeConfig") -> None:
@@ -92,7 +103,14 @@ class ScoredPolicy(Policy):
         )
 
     def class_key(self, run: "Run", clock: int) -> Hashable:
-        return (run.priority, run.floor, run.reuse, run.attention, run.coherence)
+        return (
+            run.priority,
+            run.floor,
+            run.reuse,
+            run.attention,
+            run.coherence,
+            run.holding,
+        )
 
     def bound(self, key: Hashable) -> float:
         return self._value(key, 0.0)
@@ -101,7 +119,9 @@ class ScoredPolicy(Policy):
         return self._value(key, 2.0 ** (-age / half_life))
 
     def _value(self, key: Any, recency: float) -> float:
-        priority, floor, count, attention, coherence = key
+        priority, floor, count, attention, coherence, holding = key
+        if holding:
+            recency = 1.0
         w_recency, w_reuse, w_attention, w_coherence = self._weights
         relevance = (
             w_recency * recency

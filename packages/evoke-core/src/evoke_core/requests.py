@@ -4,11 +4,20 @@ The chain is what makes repeated calls harmless: a request counts once per block
 engine polls, because the chain remembers how far it has been counted.
 """
 
-from attrs import define, field
+import math
+from collections.abc import Mapping
 
-from evoke_core.tags import RequestTags
+from attrs import define, evolve, field, frozen
+
+from evoke_core.tags import UNTAGGED, RequestTags
+from evoke_core.terms import NO_TERMS, Terms
 
 UNKNOWN = b""
+PINNED_PRIORITY = 4.0
+"""Least priority of a pinned request's blocks: what is left of a pin that had to yield."""
+
+_SLACK = 1.25
+"""A promised return may be this much late, as a factor of the time promised."""
 
 
 @define(eq=False)
@@ -109,23 +118,38 @@ class Chain:
         return fresh
 
 
+@frozen(eq=False)
+class Claim:
+    """What a request says of a part of its blocks.
+
+    Attributes:
+        floor: what the source role grants.
+        end: position behind the part's last block.
+    """
+
+    floor: float
+    role: str | None
+    priority: float
+    terms: Terms
+    end: float = math.inf
+
+
 @define(eq=False)
 class OpenRequest:
     """One request between ``open`` and ``close``.
 
     Attributes:
         tick: the clock when it was opened; all it touches is as recent as this.
-        now: time in seconds, as handed in by the adapter.
-        floor: what its source role grants.
+        claims: what it says, part by part from position 0 on.
         chains: per full-attention group.
         windows: per window group, the keys it has named, True once counted.
     """
 
     request_id: str
     tick: int
-    now: float
     tags: RequestTags
-    floor: float
+    whole: Claim
+    claims: list[Claim]
     chains: dict[int, Chain] = field(factory=dict)
     windows: dict[int, dict[bytes, bool]] = field(factory=dict)
 
@@ -134,3 +158,63 @@ class OpenRequest:
         if chain is None:
             chain = self.chains[group] = Chain()
         return chain
+
+    def claim(self, position: int) -> Claim:
+        """Return what the request says of the block at ``position``."""
+        if len(self.claims) == 1:
+            return self.whole
+        return next(claim for claim in self.claims if position < claim.end)
+
+
+def claims_of(
+    tags: RequestTags, floors: Mapping[str, float], now: float | None, per_second: float
+) -> tuple[Claim, list[Claim]]:
+    """Return what a request says of all its blocks that no span covers, and part by part.
+
+    Without a time, what is said in seconds is left out. ``per_second`` is the rate of requests.
+    """
+    if tags is UNTAGGED:
+        return _UNTAGGED
+    whole = _claim(tags, tags.source_type, tags.priority, tags.ttl_s, floors, now, per_second)
+    claims: list[Claim] = []
+    at = 0
+    for span in tags.spans:
+        if span.start > at:
+            claims.append(evolve(whole, end=span.start))
+        claim = _claim(
+            tags,
+            tags.source_type if span.source_type is None else span.source_type,
+            tags.priority if span.priority is None else span.priority,
+            tags.ttl_s if span.ttl_s is None else span.ttl_s,
+            floors,
+            now,
+            per_second,
+        )
+        claims.append(evolve(claim, end=span.end))
+        at = span.end
+    return whole, [*claims, whole]
+
+
+def _claim(
+    tags: RequestTags,
+    role: str | None,
+    priority: float,
+    ttl_s: float | None,
+    floors: Mapping[str, float],
+    now: float | None,
+    per_second: float,
+) -> Claim:
+    terms = NO_TERMS if tags.session is None else Terms(tags.session)
+    if now is not None:
+        back = tags.expect_reuse_in_s
+        seconds = max(ttl_s or 0.0, _SLACK * back if back is not None else 0.0)
+        if seconds > 0.0:
+            expires = math.inf if ttl_s is None else now + ttl_s
+            terms = Terms(tags.session, now + seconds, seconds * per_second, expires)
+    if tags.pinned:
+        priority = max(priority, PINNED_PRIORITY)
+    return Claim(floors.get(role or "", 0.0), role, priority, terms)
+
+
+_NOTHING = Claim(0.0, None, 1.0, NO_TERMS)
+_UNTAGGED = (_NOTHING, [_NOTHING])

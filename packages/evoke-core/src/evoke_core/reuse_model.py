@@ -134,7 +134,7 @@ class ReuseModel:
             self._cohorts[of_class, last % _HORIZON] -= blocks
 
     def relearn(self, capacity: int, *, sharp: bool) -> Generator[None, None, tuple[Table, Table]]:
-        """Return the index, ``(CLASSES, BINS)``, and the chance of any reuse, ``(CLASSES,)``.
+        """Return the index and the chance of reuse up to each bin, both ``(CLASSES, BINS)``.
 
         A generator: it pauses between stages of one to two milliseconds each, so that a caller can
         spread the work. ``capacity`` in blocks sets how much evidence outweighs what is assumed: a
@@ -172,7 +172,7 @@ class ReuseModel:
             )
             by_count = _gittins(count_hazard)[_COUNT_OF]
             index = (index * _from_here_on(index) * by_count * _from_here_on(by_count)) ** 0.25
-        return index, 1.0 - np.exp(np.log1p(-hazard).sum(axis=1))
+        return index, 1.0 - np.exp(np.log1p(-hazard).cumsum(axis=1))
 
     def _evidence(self) -> tuple[Table, Table]:
         """Fold in what is new, let the old decay, and add the blocks that still wait."""

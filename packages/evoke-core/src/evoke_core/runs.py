@@ -13,6 +13,7 @@ parent's run needs no visit to the children.
 from attrs import define, field
 
 from evoke_core.order import LeafEntry, RankClass
+from evoke_core.terms import NO_TERMS, Terms
 
 MAX_REUSE = 53
 """Distinct requests counted per block: in double precision 1 - 2**-n is 1 beyond it."""
@@ -28,11 +29,17 @@ class Run:
         last: tick of the most recent request that touched the blocks.
         reuse: distinct requests that touched them, at most ``MAX_REUSE``.
         gap: requests between the last two touches, where the policy keeps it.
-        floor, priority: the highest living claims, see ``claims.py``; ``floor_tick`` and
+        floor, priority: the highest living claims; ``floor_tick`` and
             ``priority_tick`` name the claiming request, ``role`` the source role behind ``floor``.
         held: how many of the blocks are held.
         serial: creation number, the last tie-break.
+        terms: what clients declared beyond role and priority, all together.
+        holding: whether the time until which the blocks keep their value is still to come.
+        expired: whether they are the first to go.
+        pinned: whether they must not go at all.
+        reused: whether a request touched them again since they became resident.
         entry, rank_class: the run's place among the leaves; None while it has no place.
+        alarm: its place among the runs that wait for a time.
     """
 
     keys: list[bytes]
@@ -51,10 +58,16 @@ class Run:
     windowed: bool = False
     attention: float = 0.0
     coherence: float = 0.0
+    terms: Terms = NO_TERMS
+    holding: bool = False
+    expired: bool = False
+    pinned: bool = False
+    reused: bool = False
     children: int = 0
     held: int = 0
     entry: LeafEntry | None = field(default=None, repr=False)
     rank_class: RankClass | None = field(default=None, repr=False)
+    alarm: "tuple[float, int, Run] | None" = field(default=None, repr=False)
 
     @property
     def tie_position(self) -> int:
@@ -83,6 +96,11 @@ class Run:
             windowed=self.windowed,
             attention=self.attention,
             coherence=self.coherence,
+            terms=self.terms,
+            holding=self.holding,
+            expired=self.expired,
+            pinned=self.pinned,
+            reused=self.reused,
         )
 
     def continues(self, other: "Run") -> bool:
@@ -98,6 +116,11 @@ class Run:
             and self.role == other.role
             and self.attention == other.attention
             and self.coherence == other.coherence
+            and (self.terms is other.terms or self.terms == other.terms)
+            and self.holding == other.holding
+            and self.expired == other.expired
+            and self.pinned == other.pinned
+            and self.reused == other.reused
         )
 
 
