@@ -50,7 +50,7 @@ OnWait = Callable[[float, float], None]
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """What the server is started with; sizes are in blocks and tokens."""
+    """What the server is started with; sizes in blocks and tokens, `options` as on its command."""
 
     model: Path
     gpu_blocks: int
@@ -61,6 +61,7 @@ class ServerConfig:
     dtype: str = "float32"
     kv_space_gib: int = 4
     kv_transfer: Mapping[str, Any] | None = None
+    options: tuple[str, ...] = ()
 
     def command(self, port: int) -> list[str]:
         """Return the command line that serves this configuration on `port`."""
@@ -74,7 +75,7 @@ class ServerConfig:
         command += ["--enforce-eager", "--distributed-executor-backend", "uni"]
         if self.kv_transfer is not None:
             command += ["--kv-transfer-config", json.dumps(self.kv_transfer)]
-        return command
+        return [*command, *self.options]
 
     def process_environment(self) -> dict[str, str]:
         """Return the environment the server runs in: ours, then the settings above."""

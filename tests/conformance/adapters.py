@@ -13,6 +13,7 @@ Keys are `path + group` (see `key_of`), so that a test can read a key and know i
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
+from unittest import mock
 
 from evoke_core import RequestTags
 from tests.conformance.reference import View
@@ -47,6 +48,26 @@ class Offer(NamedTuple):
     keys: list[bytes]
 
 
+class Why(NamedTuple):
+    """What is told of one evicted block."""
+
+    key: bytes
+    group: int
+    reason: str
+    last: int
+    role: str | None
+    reused: bool
+
+
+def whys(batches: Iterable[Any]) -> list[Why]:
+    """What is told of every block of evictions that went together."""
+    return [
+        Why(key, batch.group, batch.reason, batch.last, batch.role, batch.reused)
+        for batch in batches
+        for key in batch.keys
+    ]
+
+
 @dataclass
 class Stored:
     """What an offer led to: the accepted keys, their slots and tickets, and who had to go."""
@@ -55,6 +76,7 @@ class Stored:
     slots: list[int] = field(default_factory=list)
     evicted: list[bytes] = field(default_factory=list)
     tickets: dict[bytes, Any] = field(default_factory=dict)
+    why: list[Why] = field(default_factory=list)
 
 
 class Tier(Protocol):
@@ -66,10 +88,12 @@ class Tier(Protocol):
     tickets: bool  # a completion can name its reservation
     positions: bool  # is told where in its chain a key stands
     opens_strangers: bool  # takes a request that was never opened for a new one
+    own_clock: bool  # stamps every request; otherwise there may be no time
+    explains: bool  # says why it evicted
 
     index: Any
 
-    def open(self, request_id: str, raw_tags: object) -> None: ...
+    def open(self, request_id: str, raw_tags: object, now: float | None) -> None: ...
     def close(self, request_id: str) -> None: ...
     def lookup(self, request_id: str, key: bytes) -> str: ...
     def touch(self, request_id: str, keys: Sequence[bytes], group: int, start: int) -> None: ...
@@ -92,18 +116,19 @@ class IndexTier:
     """
 
     holds = positions = True
-    admits = owns_slots = tickets = opens_strangers = False
+    admits = owns_slots = tickets = opens_strangers = own_clock = False
 
     def __init__(self, index: Any, capacity: int, *, plans_first: bool = False) -> None:
         self.index = index
         self.capacity = capacity
+        self.explains = not plans_first
         self._plans_first = plans_first  # asks for candidates and drops them itself
         self._free = list(range(capacity))
         self._slots: dict[bytes, int] = {}
         self._pending: set[bytes] = set()
 
-    def open(self, request_id: str, raw_tags: object) -> None:
-        self.index.open(request_id, RequestTags.parse(raw_tags)[0], 0.0)
+    def open(self, request_id: str, raw_tags: object, now: float | None) -> None:
+        self.index.open(request_id, RequestTags.parse(raw_tags)[0], now)
 
     def close(self, request_id: str) -> None:
         self.index.close(request_id)
@@ -121,9 +146,10 @@ class IndexTier:
         for group, start, keys in offers:
             self.index.touch(request_id, keys, group=group, start=start)
             missing = sum(key not in self.index for key in keys) - len(self._free)
-            for victim in self._evict(missing, request_id):
-                self._free.append(self._slots.pop(victim))
-                stored.evicted.append(victim)
+            victims, why = self._evict(missing, request_id)
+            self._free += [self._slots.pop(victim) for victim in victims]
+            stored.evicted += victims
+            stored.why += why
             fits = [key for key in keys if key not in self.index][: len(self._free)]
             if not fits:
                 continue
@@ -137,14 +163,14 @@ class IndexTier:
                 stored.slots.append(self._slots[key])
         return stored
 
-    def _evict(self, n: int, request_id: str) -> list[bytes]:
+    def _evict(self, n: int, request_id: str) -> tuple[list[bytes], list[Why]]:
         if not self._plans_first:
-            batches = self.index.evict(n, protect=request_id)
-            return [key for batch in batches for key in batch.keys]
+            why = whys(self.index.evict(n, protect=request_id))
+            return [told.key for told in why], why
         victims = self.index.candidates(n, protect=request_id)
         for victim in victims:
             assert self.index.drop(victim, "capacity")
-        return victims
+        return victims, []
 
     def finish(
         self, request_id: str, keys: Iterable[bytes], tickets: dict[bytes, Any] | None, ok: bool
@@ -187,15 +213,16 @@ class IndexTier:
 class LedgerTier:
     """A `BlockLedger` (or its reference), called directly."""
 
-    admits = holds = owns_slots = tickets = positions = True
-    opens_strangers = False
+    admits = holds = owns_slots = tickets = positions = explains = True
+    opens_strangers = own_clock = False
 
     def __init__(self, ledger: Any) -> None:
         self.ledger = ledger
         self.index = ledger.index
+        self._unread: list[Any] = []  # decisions that `events` has still to tell
 
-    def open(self, request_id: str, raw_tags: object) -> None:
-        self.ledger.open(request_id, RequestTags.parse(raw_tags)[0], 0.0)
+    def open(self, request_id: str, raw_tags: object, now: float | None) -> None:
+        self.ledger.open(request_id, RequestTags.parse(raw_tags)[0], now)
 
     def close(self, request_id: str) -> None:
         self.ledger.close(request_id)
@@ -215,7 +242,22 @@ class LedgerTier:
             stored.slots += got.slots
             stored.evicted += got.evicted
             stored.tickets |= dict.fromkeys(got.keys, got.ticket)
+        stored.why = self._reasons()
         return stored
+
+    def _reasons(self) -> list[Why]:
+        """Why blocks were evicted since the last call."""
+        if hasattr(self.ledger, "evictions"):  # the reference keeps what its index told
+            batches, self.ledger.evictions = self.ledger.evictions, []
+            return whys(batches)
+        decisions = self.ledger.drain_decisions()
+        self._unread += decisions
+        return [
+            Why(key, d.group, d.reason, self.index.clock - d.age, d.role, d.reused)
+            for d in decisions
+            if d.kind == "evicted" and d.reason != "reset"
+            for key in d.keys
+        ]
 
     def finish(
         self, request_id: str, keys: Iterable[bytes], tickets: dict[bytes, Any] | None, ok: bool
@@ -234,7 +276,9 @@ class LedgerTier:
         self.ledger.reset()
 
     def events(self) -> list[tuple[str, list[bytes]]]:
-        return [(d.kind, list(d.keys)) for d in self.ledger.drain_decisions()]
+        decisions = self._unread + self.ledger.drain_decisions()
+        self._unread = []
+        return [(d.kind, list(d.keys)) for d in decisions]
 
     def counts(self) -> dict[str, int]:
         stats = self.ledger.stats
@@ -245,11 +289,12 @@ class LedgerTier:
 class VllmTier:
     """`EvokeOffloadingManager`, called the way vLLM 0.24.0's offloading scheduler calls it.
 
-    Completions arrive as sets, positions are never told, and several groups share one offer.
+    Completions arrive as sets, positions are never told, several groups share one offer, and the
+    time is the machine's.
     """
 
-    admits = holds = owns_slots = opens_strangers = True
-    tickets = positions = False
+    admits = holds = owns_slots = opens_strangers = own_clock = True
+    tickets = positions = explains = False
 
     def __init__(self, manager: Any) -> None:
         from vllm.v1.kv_offload.base import ReqContext
@@ -263,10 +308,11 @@ class VllmTier:
     def _context(self, request_id: str) -> Any:
         return self._contexts.get(request_id) or self._new_context(request_id)
 
-    def open(self, request_id: str, raw_tags: object) -> None:
+    def open(self, request_id: str, raw_tags: object, now: float | None) -> None:
         context = self._new_context(request_id, {"evoke": raw_tags})
         self._contexts[request_id] = context
-        self.manager.on_new_request(context)
+        with mock.patch("time.monotonic", return_value=now):
+            self.manager.on_new_request(context)
 
     def close(self, request_id: str) -> None:
         self.manager.on_request_finished(self._context(request_id))

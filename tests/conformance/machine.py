@@ -37,19 +37,69 @@ from tests.conformance.reference import ReferenceIndex, ReferenceLedger, Rules
 
 FULL, WINDOW, SECOND = 0, 1, 2
 WINDOW_BLOCKS = 2
+SESSIONS = ["s1", "s2", "s3"]
 
 pieces = st.text("abc", min_size=1, max_size=6)
 pick = st.integers(0, 2**16)  # an index into whatever list a rule chooses from
-tag_sets = st.fixed_dictionaries(
+roles = st.sampled_from(["system", "user", "assistant", "tool"])
+priorities = st.integers(-13, 13).map(lambda step: 2.0 ** (step / 4))
+seconds = st.sampled_from([0.5, 4, 4.0, 30.0, 5_000.0])
+rarely = st.sampled_from([False, False, False, True])
+
+
+@st.composite
+def span_lists(draw: st.DrawFn) -> list[dict[str, object]]:
+    """Ranges of tokens, which are blocks here; they may overlap and reach beyond the prompt."""
+    spans = []
+    for _ in range(draw(st.integers(1, 3))):
+        start = draw(st.integers(0, 9))
+        optional = {"source_type": roles, "priority": priorities, "ttl_s": seconds}
+        says = draw(st.fixed_dictionaries({}, optional=optional))
+        spans.append({"start": start, "end": start + draw(st.integers(1, 7))} | says)
+    return spans
+
+
+old_tags = st.fixed_dictionaries(
     {},
     optional={
-        "source_type": st.sampled_from(["system", "user", "assistant", "tool"]),
-        "priority": st.integers(-13, 13).map(lambda step: 2.0 ** (step / 4)),
-        "evoke_session": st.sampled_from(["s1", "s2"]),
+        "source_type": roles,
+        "priority": priorities,
+        "evoke_session": st.sampled_from(SESSIONS),
     },
 )
+new_tags = st.fixed_dictionaries(
+    {"evoke_session": st.sampled_from([*SESSIONS, "s1", "s1"])},
+    optional={
+        "source_type": roles,
+        "priority": priorities,
+        "spans": span_lists(),
+        "pinned": st.booleans(),
+        "ttl_s": seconds,
+        "expect_reuse_in_s": seconds,
+        "end_of_session": rarely,
+        "no_store": rarely,
+    },
+)
+without_session = new_tags.map(
+    lambda tags: {name: value for name, value in tags.items() if name != "evoke_session"}
+)
+tag_sets = old_tags | new_tags | without_session
 malformed_tags: st.SearchStrategy[object] = st.sampled_from(
-    [None, 3, "user", [], {"priority": "high"}, {"priority": float("nan")}, {"source_type": []}]
+    [
+        None,
+        3,
+        "user",
+        [],
+        {"priority": "high"},
+        {"priority": float("nan")},
+        {"source_type": []},
+        {"spans": [{"start": 3}, 7, {"start": 2, "end": 1}], "pinned": "yes", "ttl_s": True},
+        {"spans": "all", "end_of_session": True, "no_store": 1, "expect_reuse_in_s": -3},
+    ]
+)
+# Time between two requests; backwards where clocks disagree, None where there is no clock.
+steps: st.SearchStrategy[float | None] = st.sampled_from(
+    [0.0, 0.0, 0.3, 1.0, 1.0, 6.0, 6.0, 40.0, 1e6, -5.0, None]
 )
 
 
@@ -64,6 +114,7 @@ class Setup:
     store_threshold: int
     plans_first: bool
     ghosts_at_least: int  # under "adaptive", on top of what the pool's size grants
+    tells_capacity: bool  # whether an index alone is told its size
 
     def policy(self) -> AdaptivePolicy | None:
         """A learning policy, one for each side; None where the configuration's name is enough."""
@@ -90,6 +141,8 @@ def setups(draw: Any, *, admits: bool, signals: bool, small_memory: bool) -> Set
     shared = dict(zip(names, weights, strict=True)) | {
         "policy": policy,
         "ghost_factor": ghost_factor,
+        "max_pinned_fraction": draw(st.sampled_from([0.25, 0.25, 0.0, 1.0])),
+        "max_session_fraction": draw(st.sampled_from([1.0, 1.0, 0.5, 0.2])),
     }
     windows = frozenset(groups) & {WINDOW}
     return Setup(
@@ -102,6 +155,7 @@ def setups(draw: Any, *, admits: bool, signals: bool, small_memory: bool) -> Set
         store_threshold=draw(st.sampled_from([0, 0, 0, 2, 3])) if admits else 0,
         plans_first=draw(st.booleans()),
         ghosts_at_least=draw(st.sampled_from([0, 5, 1_024])) if small_memory else 1_024,
+        tells_capacity=draw(st.booleans()),
     )
 
 
@@ -155,6 +209,7 @@ class ConformanceMachine(RuleBasedStateMachine):
         self.announced: set[bytes] = set()  # what a consumer of events believes to be stored
         self.serial = 0
         self.opened = 0
+        self.now = 0.0
 
     @initialize(data=st.data())
     def start(self, data: st.DataObject) -> None:
@@ -185,26 +240,35 @@ class ConformanceMachine(RuleBasedStateMachine):
 
     # --- requests -----------------------------------------------------------------------------
 
-    @rule(fork=pick, keep=st.integers(0, 10), tail=pieces, tags=tag_sets)
-    def open_request(self, fork: int, keep: int, tail: str, tags: dict[str, object]) -> None:
+    @rule(fork=pick, keep=st.integers(0, 10), tail=pieces, tags=tag_sets, step=steps)
+    def open_request(
+        self, fork: int, keep: int, tail: str, tags: dict[str, object], step: float | None
+    ) -> None:
         """A new request that shares a prefix with an earlier one and leaves it anywhere."""
         path = tail
         if self.requests:
             path = (self.requests[fork % len(self.requests)].path[:keep] + tail)[:12]
-        self._open(path, tags)
+        self._open(path, tags, step)
 
     @precondition(lambda self: self.requests)
-    @rule(which=pick, tags=tag_sets | malformed_tags)
-    def repeat_request(self, which: int, tags: object) -> None:
-        self._open(self.requests[which % len(self.requests)].path, tags)
+    @rule(which=pick, tags=tag_sets | malformed_tags, step=steps)
+    def repeat_request(self, which: int, tags: object, step: float | None) -> None:
+        self._open(self.requests[which % len(self.requests)].path, tags, step)
 
-    def _open(self, path: str, tags: object) -> None:
+    def _open(self, path: str, tags: object, step: float | None) -> None:
         self.opened += 1
         request = Conversation(f"r{self.opened}", path)
-        self.both("open", request.request_id, tags)
+        self.both("open", request.request_id, tags, self._time(step))
         self.requests.append(request)
         self._learn(request)
         self._look(request)
+
+    def _time(self, step: float | None) -> float | None:
+        """The time of the next request. A step back is one clock's lag, and is made up for."""
+        if step is None:
+            return self.now if self.tier.own_clock else None
+        self.now += max(0.0, step)
+        return self.now + min(0.0, step)
 
     def _learn(self, request: Conversation) -> None:
         self.known |= {key for group in self.setup.groups for key in keys_of(request.path, group)}
@@ -257,14 +321,16 @@ class ConformanceMachine(RuleBasedStateMachine):
         self.both("close", request.request_id)
 
     @precondition(lambda self: any(not request.alive for request in self.requests))
-    @rule(which=pick, tags=tag_sets)
-    def reuse_request_id(self, which: int, tags: dict[str, object]) -> None:
+    @rule(which=pick, tags=tag_sets, step=steps)
+    def reuse_request_id(
+        self, which: int, tags: dict[str, object], step: float | None
+    ) -> None:
         """A client may name its next request like an earlier one."""
         gone = [request for request in self.requests if not request.alive]
         request = gone[which % len(gone)]
         request.alive, request.offered, request.chain = True, 0, 0
         request.windows.clear()
-        self.both("open", request.request_id, tags)
+        self.both("open", request.request_id, tags, self._time(step))
         self._look(request)
 
     # --- stores -------------------------------------------------------------------------------
@@ -311,6 +377,8 @@ class ConformanceMachine(RuleBasedStateMachine):
         expected: Stored = self.model.store(request.request_id, offers)
         assert got.evicted == expected.evicted, (got, expected)  # 3, order included
         assert got.keys == expected.keys, (got, expected)
+        if self.tier.explains:
+            assert got.why == expected.why, (got, expected)
 
         assert len(got.slots) == len(got.keys) == len(set(got.keys))
         assert not set(got.keys) & (resident - set(got.evicted))
@@ -635,20 +703,33 @@ class ConformanceMachine(RuleBasedStateMachine):
     def _assert_every_slot_can_be_had(self) -> None:
         """5: a chain as long as the pool gets all of it; a slot that leaked would be missing.
 
-        A policy that admits may keep residents instead: then they have the other slots.
+        But for pinned blocks and what they hang on. A policy that admits may keep other residents.
         """
         residents = dict(self.slot_of)
         keys = keys_of("z" * self.setup.capacity)
         for n in range(max(1, self.setup.store_threshold)):
-            self.tier.open(f"fill{n}", None)
+            self.both("open", f"fill{n}", None, self.now)
+            pinned = self._pinned_and_above()
             self.tier.touch(f"fill{n}", keys, FULL, 0)
             got = self.tier.store(f"fill{n}", [Offer(FULL, 0, keys)])
             self.tier.finish(f"fill{n}", got.keys, got.tickets or None, False)
             self.tier.close(f"fill{n}")
             for key in got.evicted:
                 del residents[key]
-        assert self.setup.config.policy == "adaptive" or got.keys == keys
+        if self.setup.config.policy != "adaptive":
+            assert got.keys == keys[: self.setup.capacity - len(pinned)]
+            assert set(residents) == pinned
         assert sorted([*got.slots, *residents.values()]) == list(range(self.setup.capacity))
+
+    def _pinned_and_above(self) -> set[bytes]:
+        index = self.model.index
+        stay: set[bytes] = set()
+        for block in index.pins():
+            key: bytes | None = block.key
+            while key is not None:
+                stay.add(key)
+                key = index.parent(key)
+        return stay
 
 
 def _without_window_positions(blocks: dict[bytes, Any]) -> dict[bytes, Any]:
@@ -663,8 +744,11 @@ class IndexMachine(ConformanceMachine):
 
     def make(self, setup: Setup) -> tuple[Tier, Tier]:
         windows = tuple(sorted(setup.rules.window_groups))
-        index = RetentionIndex(setup.config, policy=setup.policy(), window_groups=windows)
-        reference = ReferenceIndex(setup.rules, setup.policy())
+        capacity = setup.capacity if setup.tells_capacity else None
+        index = RetentionIndex(
+            setup.config, policy=setup.policy(), window_groups=windows, capacity=capacity
+        )
+        reference = ReferenceIndex(setup.rules, setup.policy(), capacity)
         return (
             IndexTier(index, setup.capacity, plans_first=setup.plans_first),
             IndexTier(reference, setup.capacity, plans_first=setup.plans_first),

@@ -5,7 +5,8 @@ The package under test keeps runs, heaps and counters so that its cost does not 
 pool. This file keeps one plain record per block and, whenever a victim is wanted, looks at every
 block. It is meant to be checked by reading, so it prefers the wording of the rules to speed:
 
-* `ReferenceIndex`: chains, claims, reuse, ghosts, half-life, and the order of eviction.
+* `ReferenceIndex`: chains, claims, reuse, ghosts, half-life, what requests asked for (pins, times,
+  sessions), and the order of eviction.
 * `ReferenceLedger`: slots, transfers, holds and admission on top of it.
 
 Both have the public methods of `evoke_core.RetentionIndex` and `evoke_core.BlockLedger`, so a
@@ -14,7 +15,8 @@ imports the package under test; the one thing it may be handed is a `Learner`, w
 history of one block into a number and is told of every block on its own.
 """
 
-from collections import OrderedDict, deque
+import math
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -23,6 +25,10 @@ REUSE_CAP = 53  # 1 - 2**-53 is the last value below one
 UNKNOWN = b""  # fills a chain where a request has not said what stands there
 HALF_LIFE_START, HALF_LIFE_MIN, HALF_LIFE_MAX = 64, 16, 65_536
 SIGNAL_STEPS = 64
+PINNED_PRIORITY = 4.0  # a pin that is no more leaves at least this
+SLACK = 1.25  # a promised return may be this much later than promised
+EXPIRED, OVER_SHARE, ORDINARY = range(3)  # who goes first
+REASONS = ("expired", "session share", "capacity")
 
 
 @dataclass(frozen=True)
@@ -38,9 +44,21 @@ class Rules:
     floors: tuple[tuple[str, float], ...] = (("system", 0.6), ("user", 0.6), ("assistant", 0.5))
     ghost_factor: int = 4
     window_groups: frozenset[int] = frozenset()
+    max_pinned_fraction: float = 0.25
+    max_session_fraction: float = 1.0  # 1: sessions are not looked at
 
     def floor_of(self, role: str | None) -> float:
         return dict(self.floors).get(role or "", 0.0)
+
+
+class SpanTags(Protocol):
+    """What a request says of its blocks from `start` to `end`; None: as of all its blocks."""
+
+    start: int
+    end: int
+    source_type: str | None
+    priority: float | None
+    ttl_s: float | None
 
 
 class Tags(Protocol):
@@ -48,6 +66,22 @@ class Tags(Protocol):
 
     source_type: str | None
     priority: float
+    session: str | None
+    spans: Sequence[Any]
+    pinned: bool
+    ttl_s: float | None
+    expect_reuse_in_s: float | None
+    end_of_session: bool
+    no_store: bool
+
+
+class Said(NamedTuple):
+    """What a request says of one block, with the times as points in time."""
+
+    role: str | None
+    priority: float
+    expires: float
+    holds_until: float
 
 
 class History(NamedTuple):
@@ -99,6 +133,12 @@ class Block:
     coherence: float = 0.0
     holds: int = 0
     gap: int = 0
+    owner: str | None = None  # the session that all who touched the block named
+    expires: float = 0.0
+    holds_until: float = 0.0
+    expired: bool = False
+    pin: int = 0  # tick of the youngest request that pinned it; 0: not pinned
+    reused: bool = False  # counted again since it became resident
 
     @property
     def history(self) -> History:
@@ -126,12 +166,18 @@ class View(NamedTuple):
 class Ghost:
     history: History
     serial: int  # which entry of the FIFO speaks for it
+    owner: str | None
 
 
 class Batch(NamedTuple):
-    """Blocks evicted together; here always one."""
+    """Blocks evicted together, and why; here always one."""
 
     keys: list[bytes]
+    last: int
+    role: str | None
+    group: int
+    reason: str
+    reused: bool
 
 
 @dataclass
@@ -139,8 +185,8 @@ class Request:
     """An open request, and per group what it named and what it has been counted for."""
 
     tick: int
-    role: str | None
-    priority: float
+    tags: Tags
+    now: float | None
     chains: dict[int, list[bytes]] = field(default_factory=dict)  # head first
     named: set[tuple[int, bytes]] = field(default_factory=set)
     counted: set[bytes] = field(default_factory=set)
@@ -153,10 +199,14 @@ class ReferenceIndex:
     is used, enters or is forgotten, and new blocks compete for their places (`compete`).
     """
 
-    def __init__(self, rules: Rules, learner: Learner | None = None) -> None:
+    def __init__(
+        self, rules: Rules, learner: Learner | None = None, capacity: int | None = None
+    ) -> None:
         self.rules = rules
         self.learner = learner
+        self.capacity = capacity
         self.clock = 0
+        self.now = 0.0
         self.half_life = HALF_LIFE_START if rules.half_life is None else rules.half_life
         self.blocks: dict[bytes, Block] = {}
         self.requests: dict[str, Request] = {}
@@ -171,14 +221,47 @@ class ReferenceIndex:
 
     # --- requests -----------------------------------------------------------------------------
 
-    def open(self, request_id: str, tags: Tags, now: float = 0.0) -> None:
+    def open(self, request_id: str, tags: Tags, now: float | None = None) -> None:
+        """Time moves here and nowhere else, and whose time has come is expired."""
+        self.close(request_id)
         self.clock += 1
-        self.requests[request_id] = Request(self.clock, tags.source_type, tags.priority)
+        self.now = max(self.now, self.now if now is None else now)
+        for block in self.blocks.values():
+            if self.now >= block.expires:
+                self._expire(block)
+        self.requests[request_id] = Request(self.clock, tags, now)
         if self.learner is not None:
             self.learner.advance(self.clock, self._most_resident)
 
     def close(self, request_id: str) -> None:
-        self.requests.pop(request_id, None)
+        request = self.requests.pop(request_id, None)
+        if request is None or not request.tags.end_of_session or request.tags.session is None:
+            return
+        for block in self.blocks.values():
+            if block.owner == request.tags.session:
+                self._expire(block)
+
+    @staticmethod
+    def _expire(block: Block) -> None:
+        block.expired, block.pin = True, 0
+
+    def _says(self, request: Request, group: int, position: int) -> Said:
+        """What a request says of its block at `position`; a window group's have no position."""
+        tags = request.tags
+        role, priority, ttl_s = tags.source_type, tags.priority, tags.ttl_s
+        for span in tags.spans:
+            if span.start <= position < span.end and group not in self.rules.window_groups:
+                role = role if span.source_type is None else span.source_type
+                priority = priority if span.priority is None else span.priority
+                ttl_s = ttl_s if span.ttl_s is None else span.ttl_s
+        if tags.pinned:
+            priority = max(priority, PINNED_PRIORITY)
+        expires, holds_until = math.inf, 0.0
+        if request.now is not None and ttl_s is not None:
+            expires = holds_until = request.now + ttl_s
+        if request.now is not None and tags.expect_reuse_in_s is not None:
+            holds_until = max(holds_until, request.now + SLACK * tags.expect_reuse_in_s)
+        return Said(role, priority, expires, holds_until)
 
     def _is_open(self, tick: int) -> bool:
         return any(request.tick == tick for request in self.requests.values())
@@ -206,29 +289,54 @@ class ReferenceIndex:
         fresh = [key for key in keys if (group, key) not in request.named]
         self._named += 0 if windowed else len(fresh)
         request.named |= {(group, key) for key in keys}
-        for key in walk:
+        for position, key in enumerate(walk):
             block = self.blocks.get(key)
             if key in request.counted:
                 continue
             if block is not None:
-                self._count(request, block)
+                self._count(request, block, position)
             elif not windowed:
                 break  # what lies behind a gap cannot be restored
+        self._displace_pins()
         return fresh
 
-    def _count(self, request: Request, block: Block) -> None:
+    def _count(self, request: Request, block: Block, position: int) -> None:
         request.counted.add(block.key)
+        said = self._says(request, block.group, position)
         if self.learner is not None:
             block.gap = self.learner.used(block.history, request.tick, 1)
         block.reuse = min(REUSE_CAP, block.reuse + 1)
         block.last = max(block.last, request.tick)
-        floor = self.rules.floor_of(request.role)
+        floor = self.rules.floor_of(said.role)
         if self._takes_over(block.floor, floor):
-            block.floor, block.role = Claim(floor, request.tick), request.role
-        if self._takes_over(block.priority, request.priority):
-            block.priority = Claim(request.priority, request.tick)
+            block.floor, block.role = Claim(floor, request.tick), said.role
+        if self._takes_over(block.priority, said.priority):
+            block.priority = Claim(said.priority, request.tick)
+        block.owner = _owner_after(block.owner, request)
+        block.expires = max(block.expires, said.expires)
+        block.expired = False
+        block.holds_until = max(block.holds_until, said.holds_until)
+        block.reused = True
+        if request.tags.pinned:
+            block.pin = max(block.pin, request.tick)
         if self.learner is not None:
             self.learner.entered(block.history, 1)
+
+    def pins(self) -> list[Block]:
+        """The pinned blocks, the oldest pin first, of one request's the deepest first."""
+        pinned = [block for block in self.blocks.values() if block.pin]
+        return sorted(pinned, key=lambda b: (b.pin, -self._depth(b), b.group, b.serial))
+
+    def pin_limit(self) -> int:
+        return int(self.rules.max_pinned_fraction * self._size())
+
+    def _size(self) -> int:
+        return self._most_resident if self.capacity is None else self.capacity
+
+    def _displace_pins(self) -> None:
+        pins = self.pins()
+        for block in pins[: max(0, len(pins) - self.pin_limit())]:
+            block.pin = 0
 
     def _takes_over(self, claim: Claim, value: float) -> bool:
         """The highest living claim stands; a claim dies a half-life after its request closed."""
@@ -269,6 +377,7 @@ class ReferenceIndex:
         before = key in request.counted
         request.counted.add(key)
         remembered = 0 if ghost is None else ghost.history.reuse
+        said = self._says(request, group, position)
         self._serial += 1
         block = Block(
             key=key,
@@ -278,9 +387,13 @@ class ReferenceIndex:
             serial=self._serial,
             last=request.tick,
             reuse=max(1, min(REUSE_CAP, remembered + (not before))),
-            floor=Claim(self.rules.floor_of(request.role), request.tick),
-            priority=Claim(request.priority, request.tick),
-            role=request.role,
+            floor=Claim(self.rules.floor_of(said.role), request.tick),
+            priority=Claim(said.priority, request.tick),
+            role=said.role,
+            owner=request.tags.session if ghost is None else _owner_after(ghost.owner, request),
+            expires=said.expires,
+            holds_until=said.holds_until,
+            pin=request.tick if request.tags.pinned else 0,
         )
         if self.learner is not None:
             if ghost is not None and before:
@@ -298,26 +411,30 @@ class ReferenceIndex:
 
     def compete(
         self, request_id: str, drafts: list[Block], room: int
-    ) -> tuple[list[bytes], list[bytes]]:
+    ) -> tuple[list[bytes], list[Batch]]:
         """File the drafts that beat what would have to go for them: (filed, evicted).
 
         Drafts of a chain lose from its tail. Who loses is remembered, as if evicted.
         """
-        losers: list[bytes] = []
+        losers: list[tuple[bytes, str]] = []
         if len(drafts) > room:
             self._measure_turnover()
-            losers = self.candidates(len(drafts) - room, protect=request_id, drafts=drafts)
+            losers = self._plan(len(drafts) - room, protect=request_id, drafts=drafts)
         winners = {draft.key: draft for draft in drafts}
         evicted = []
-        for key in losers:
+        for key, reason in losers:
             if key in winners:
                 self._remember(winners.pop(key))
             else:
-                self._remember(self.blocks.pop(key))
-                evicted.append(key)
+                evicted.append(self._evict(key, reason))
         for draft in winners.values():
             self._file(draft)
         return list(winners), evicted
+
+    def _evict(self, key: bytes, reason: str) -> Batch:
+        block = self.blocks.pop(key)
+        self._remember(block)
+        return Batch([key], block.last, block.role, block.group, reason, block.reused)
 
     def note_full(self) -> None:
         """Blocks must go for the first time: the learner hears of the pool's size."""
@@ -352,10 +469,7 @@ class ReferenceIndex:
             return []
         self.note_full()
         self._measure_turnover()
-        victims = self.candidates(n, protect=protect)
-        for key in victims:
-            self._remember(self.blocks.pop(key))
-        return [Batch([key]) for key in victims]
+        return [self._evict(key, reason) for key, reason in self._plan(n, protect=protect)]
 
     def _measure_turnover(self) -> None:
         if self._inserted_since_mark < len(self.blocks):
@@ -367,7 +481,7 @@ class ReferenceIndex:
 
     def _remember(self, block: Block) -> None:
         self._serial += 1
-        self.ghosts[block.key] = Ghost(block.history, self._serial)
+        self.ghosts[block.key] = Ghost(block.history, self._serial, block.owner)
         self._ghost_fifo.append((block.key, self._serial))
         while len(self._ghost_fifo) > self.ghost_limit(self._most_resident):
             key, serial = self._ghost_fifo.popleft()
@@ -419,7 +533,8 @@ class ReferenceIndex:
         if self.learner is not None:
             rank_class = self.learner.class_key(block.history, self.clock)
             return self.learner.score(rank_class, self.clock - block.last, self.half_life)
-        recency = 2.0 ** (-(self.clock - block.last) / self.half_life)
+        age = 0 if self.holding(block) else self.clock - block.last
+        recency = 2.0 ** (-age / self.half_life)
         reuse = 1.0 - 2.0**-block.reuse
         signal = (
             rules.w_recency * recency
@@ -440,9 +555,28 @@ class ReferenceIndex:
         chain = request.chains.get(block.group, [])
         return block.position < len(chain) and chain[block.position] == block.key
 
-    def _rank(self, block: Block) -> tuple[float, int, int, int, int]:
-        depth = 0 if block.group in self.rules.window_groups else block.position
-        return (self.score(block), block.last, -depth, block.group, block.serial)
+    def holding(self, block: Block) -> bool:
+        """Is its return still promised, or its time not over?"""
+        return self.now < block.holds_until
+
+    def _depth(self, block: Block) -> int:
+        return 0 if block.group in self.rules.window_groups else block.position
+
+    def _rank(self, block: Block, owned: "Counter[str | None]") -> tuple[float, ...]:
+        """Lowest goes first. What an expired block was worth does not matter any more."""
+        if block.expired:
+            turn = EXPIRED
+        elif block.owner is not None and owned[block.owner] > self.share():
+            turn = OVER_SHARE
+        else:
+            turn = ORDINARY
+        score = 0.0 if block.expired else self.score(block)
+        return (turn, score, block.last, -self._depth(block), block.group, block.serial)
+
+    def share(self) -> float:
+        """How many blocks a session may own before its own go first."""
+        fraction = self.rules.max_session_fraction
+        return math.inf if fraction == 1.0 else int(fraction * self._size())
 
     def candidates(
         self,
@@ -450,15 +584,24 @@ class ReferenceIndex:
         eligible: Callable[[bytes], bool] | None = None,
         *,
         protect: str | None = None,
-        drafts: Sequence[Block] = (),
     ) -> list[bytes]:
-        """Take the lowest leaf out of a copy of the pool, n times.
+        return [key for key, _ in self._plan(n, eligible, protect=protect)]
+
+    def _plan(
+        self,
+        n: int,
+        eligible: Callable[[bytes], bool] | None = None,
+        *,
+        protect: str | None = None,
+        drafts: Sequence[Block] = (),
+    ) -> list[tuple[bytes, str]]:
+        """Take the lowest leaf out of a copy of the pool, n times; say why it was the lowest.
 
         Of `drafts`, new blocks of one offer, the deepest left is a leaf too; in a window group all.
         """
         left = dict(self.blocks)
         offered = list(drafts)
-        chosen: list[bytes] = []
+        chosen: list[tuple[bytes, str]] = []
         while len(chosen) < n:
             windowed = any(draft.group in self.rules.window_groups for draft in offered)
             parents = {block.parent for block in left.values()}
@@ -467,17 +610,20 @@ class ReferenceIndex:
                 for block in left.values()
                 if block.key not in parents
                 and not block.holds
+                and not block.pin
                 and not self._owned(block, protect)
                 and (eligible is None or eligible(block.key))
             ] + (offered if windowed else offered[-1:])
             if not evictable:
                 break
-            victim = min(evictable, key=self._rank)
+            owned = Counter(block.owner for block in [*left.values(), *offered])
+            ranked = {block.key: self._rank(block, owned) for block in evictable}
+            victim = min(evictable, key=lambda block: ranked[block.key])
             if victim in offered:
                 offered.remove(victim)
             else:
                 del left[victim.key]
-            chosen.append(victim.key)
+            chosen.append((victim.key, REASONS[int(ranked[victim.key][0])]))
         return chosen
 
     # --- looking ------------------------------------------------------------------------------
@@ -515,6 +661,11 @@ class ReferenceIndex:
         )
 
 
+def _owner_after(owner: str | None, request: Request) -> str | None:
+    """A block is a session's as long as nobody else, and nobody without one, has touched it."""
+    return owner if owner == request.tags.session else None
+
+
 def _quantise_signal(value: float) -> float:
     return round(min(1.0, max(0.0, value)) * SIGNAL_STEPS) / SIGNAL_STEPS
 
@@ -547,7 +698,7 @@ class ReferenceLedger:
         max_tracker_size: int = 64_000,
         learner: Learner | None = None,
     ) -> None:
-        self.index = ReferenceIndex(rules, learner)
+        self.index = ReferenceIndex(rules, learner, capacity)
         self.capacity = capacity
         self.slots: dict[bytes, int] = {}
         self.pending: dict[bytes, Transfer] = {}
@@ -556,8 +707,9 @@ class ReferenceLedger:
         self._max_tracker_size = max_tracker_size
         self._seen: OrderedDict[bytes, int] = OrderedDict()
         self._ticket = 0
+        self.evictions: list[Batch] = []
 
-    def open(self, request_id: str, tags: Tags, now: float = 0.0) -> None:
+    def open(self, request_id: str, tags: Tags, now: float | None = None) -> None:
         self.index.open(request_id, tags, now)
 
     def close(self, request_id: str) -> None:
@@ -586,18 +738,21 @@ class ReferenceLedger:
         if request is None:
             return ReferenceReservation([], [], [], self._ticket)
         self.touch(request_id, keys, group=group, start=start)
+        if request.tags.no_store:
+            return ReferenceReservation([], [], [], self._ticket)
         wanted = self._admissible(request, keys, group, start)
 
         free = self.capacity - len(self.index)
         if self.index.learner is not None:
-            names, evicted = self._compete(request_id, wanted, group, free)
+            names, batches = self._compete(request_id, wanted, group, free)
         else:
             batches = self.index.evict(len(wanted) - free, protect=request_id)
-            evicted = [key for batch in batches for key in batch.keys]
             admitted = wanted[: self.capacity - len(self.index)]
             for position, key in admitted:
                 self.index.insert(request_id, [key], group=group, start=position)
             names = [key for _, key in admitted]
+        self.evictions += batches
+        evicted = [key for batch in batches for key in batch.keys]
         for key in evicted:
             del self.slots[key]
         for key in names:
@@ -608,7 +763,7 @@ class ReferenceLedger:
 
     def _compete(
         self, request_id: str, wanted: list[tuple[int, bytes]], group: int, free: int
-    ) -> tuple[list[bytes], list[bytes]]:
+    ) -> tuple[list[bytes], list[Batch]]:
         """Under a policy that admits, new blocks must beat what would go for them."""
         request = self.index.requests[request_id]
         if len(wanted) > free:

@@ -52,7 +52,7 @@ def run(tier: Tier, seed: int = 7) -> list[str]:
         path = rng.choice(hot)[:cut] + "".join(rng.choices("abcd", k=rng.randrange(0, 8)))
         role, priority = rng.choice(["user", "tool", None]), rng.choice([1.0, 2.0])
         tags = {"priority": priority} | ({"source_type": role} if role else {})
-        tier.open(request, tags)
+        tier.open(request, tags, float(n))
         for group in (0, 1):
             tier.touch(request, keys_of(path, group), group, 0)
         ready = []

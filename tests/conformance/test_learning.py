@@ -93,7 +93,7 @@ def test_every_decision_is_the_references(life: Life) -> None:
         request = f"r{n}"
         known |= {key for group in groups for key in keys_of(path, group)}
         for side in (tier, model):
-            side.open(request, tags)
+            side.open(request, tags, float(n))
             for group in groups:
                 side.touch(request, keys_of(path, group), group, 0)
         open_requests.append((request, path, 0))

@@ -1,5 +1,10 @@
-"""A tiny random Llama, made by code: loads in a second, and needs no download and no tokenizer."""
+"""A tiny random Llama, made by code: loads in a second, and needs no download.
 
+``make`` writes the model alone, ``make_tokenizer`` a tokenizer of one word per token id beside it,
+for servers that do not start without one.
+"""
+
+import json
 from pathlib import Path
 
 VOCABULARY = 256
@@ -29,4 +34,17 @@ def make(folder: Path, seed: int = 0) -> Path:
         eos_token_id=1,
     )
     LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
+    return folder
+
+
+def make_tokenizer(folder: Path) -> Path:
+    """Write a tokenizer to the model's ``folder``: token ``n`` is the word ``wn``."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {f"w{number}": number for number in range(VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "w0", "eos_token": "w1"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder

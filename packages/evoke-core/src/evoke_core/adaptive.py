@@ -115,7 +115,7 @@ class AdaptivePolicy(Policy):
 
     def score(self, key: Hashable, age: int, half_life: float) -> float:
         if key < self._cells:  # type: ignore[operator]
-            return self._scores[key]  # type: ignore[call-overload, no-any-return]
+            return self._scores[key]  # type: ignore[call-overload]
         promise, cell = divmod(key, self._cells)  # type: ignore[operator]
         return max(self._scores[cell], self._worth[promise - 1])
 

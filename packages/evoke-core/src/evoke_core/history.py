@@ -4,7 +4,7 @@ from typing import Protocol
 
 from attrs import define
 
-from evoke_core.terms import Terms
+from evoke_core.terms import NO_TERMS, Terms
 
 
 class History(Protocol):
@@ -44,8 +44,8 @@ class Past:
     gap: int
     role: str | None
     priority: float
-    terms: Terms
-    holding: bool
+    terms: Terms = NO_TERMS
+    holding: bool = False
     disturbed: bool = False
 
     @classmethod

@@ -1,8 +1,9 @@
 """vLLM's ``OffloadingManager`` interface, translated to the block ledger. It holds no policy.
 
 What it adds to the ledger is only what vLLM says differently: groups are the last four bytes of a
-key, tags travel in ``kv_transfer_params["evoke"]``, completions come as sets, and events and gauges
-have vLLM's types.
+key, tags travel in ``kv_transfer_params``, completions come as sets, and events and metrics have
+vLLM's types. What the ledger decided is drained in one place and handed on from there: to events,
+metrics and the recorder.
 
 Guarantees: ``lookup`` and ``touch`` never evict; ``prepare_store`` never returns ``None`` (the
 scheduler would retry it every step) but grants what fits from the head; nothing that a client or a
@@ -11,6 +12,7 @@ never reported as stored raises, because any slot it could name would feed wrong
 """
 
 import time
+from collections import deque
 from collections.abc import Collection, Iterable
 from itertools import groupby
 from operator import itemgetter
@@ -33,13 +35,18 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec, CPUOffloadingMetrics
 
-from evoke_core import BlockLedger, BlockState, EvokeConfig, RequestTags, TagProblem
+from evoke_core import BlockLedger, BlockState, Decision, EvokeConfig, TagProblem
+from evoke_core.ledger import MAX_DECISIONS
+from evoke_core.recording import Recorder
+from evoke_core.tags import MAPPING_KEY
+from evoke_vllm.hints import read_tags
+from evoke_vllm.lookups import GROUP_BYTES, Lookups, Request
+from evoke_vllm.metrics import ManagerMetrics
 
 logger = init_logger(__name__)
 
-TAGS_KEY = "evoke"
-_group_bytes = itemgetter(slice(-4, None))
-_STATES = {BlockState.ABSENT: False, BlockState.PENDING: None, BlockState.READY: True}
+_group_bytes = itemgetter(slice(-GROUP_BYTES, None))
+_READY, _PENDING = BlockState.READY, BlockState.PENDING
 
 
 class EvokeOffloadingManager(OffloadingManager):
@@ -52,6 +59,8 @@ class EvokeOffloadingManager(OffloadingManager):
         max_tracker_size: blocks whose naming is counted for ``store_threshold``.
         config: the operator's settings; defaults if None.
         window_groups: KV-cache groups without full attention, whose blocks have no parents.
+        tokens_per_block: tokens of one block of the tier; clients give spans in tokens.
+        recorder: told everything that a replay needs; closed by ``shutdown``.
 
     Raises:
         ValueError: a size below its minimum.
@@ -65,45 +74,72 @@ class EvokeOffloadingManager(OffloadingManager):
         max_tracker_size: int = 64_000,
         config: EvokeConfig | None = None,
         window_groups: Iterable[int] = (),
+        tokens_per_block: int = 1,
+        recorder: Recorder | None = None,
     ) -> None:
+        windows = frozenset(window_groups)
         self.ledger = BlockLedger(
             num_blocks,
             config=config,
+            tokens_per_block=tokens_per_block,
             store_threshold=store_threshold,
             max_tracker_size=max_tracker_size,
-            window_groups=window_groups,
+            window_groups=windows,
         )
+        self._tokens_per_block = tokens_per_block
+        self._metrics = ManagerMetrics(self.ledger, self.ledger.index.config.source_floors)
+        self._recorder = recorder
+        main_group = next(group for group in range(len(windows) + 1) if group not in windows)
+        self._lookups = Lookups(main_group, self._settled)
+        self._looking: ReqContext | None = None  # whose blocks are being looked up
+        self._looking_from: OffloadKey | None = None
         self._events_enabled = enable_events
+        self._events: deque[Decision] = deque(maxlen=MAX_DECISIONS)
         self._counts_skips = store_threshold > 1
         self._skips_reported = 0
         self._warned: set[TagProblem] = set()
 
     @override
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        params = req_context.kv_transfer_params
-        raw = params.get(TAGS_KEY) if isinstance(params, dict) else None
-        tags, problems = RequestTags.parse(raw)
+        tags, problems = read_tags(req_context, self._tokens_per_block)
         if problems:
             self._report(problems)
-        self.ledger.open(req_context.req_id, tags, time.monotonic())
+        now = time.monotonic()  # the one time that this request has
+        self.ledger.open(req_context.req_id, tags, now)
+        self._lookups.opened(req_context.req_id, tags)
+        if self._recorder is not None:
+            self._recorder.opened(req_context.req_id, now, tags)
         return RequestOffloadingContext()
 
     @override
     def on_request_finished(self, req_context: ReqContext) -> None:
+        self._lookups.settled(req_context.req_id)
         self.ledger.close(req_context.req_id)
+        if self._recorder is not None:
+            self._recorder.closed(req_context.req_id)
 
     @override
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        return _STATES[self.ledger.lookup(req_context.req_id, key)]
+        if req_context is not self._looking:
+            self._looking = req_context
+            self._looking_from = key
+        state = self.ledger.lookup(req_context.req_id, key)
+        return True if state is _READY else None if state is _PENDING else False
 
     @override
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self._announce(req_context)
         for group, part in _by_group(keys):
+            if group == self._lookups.group:
+                looked_up = req_context is self._looking
+                first = self._looking_from if looked_up else None
+                self._lookups.named(req_context.req_id, part, first)
+                self._looking = None
             self.ledger.touch(req_context.req_id, part, group=group)
 
     @override
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        self._lookups.loading(req_context.req_id, keys)
         slots = self.ledger.acquire(req_context.req_id, keys)
         if slots is None:
             raise RuntimeError(
@@ -121,6 +157,7 @@ class EvokeOffloadingManager(OffloadingManager):
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput:
         self._announce(req_context)
+        self._lookups.settled(req_context.req_id)
         granted: list[OffloadKey] = []
         slots: list[int] = []
         evicted: list[OffloadKey] = []
@@ -139,6 +176,10 @@ class EvokeOffloadingManager(OffloadingManager):
             granted += cast(list[OffloadKey], reservation.keys)
             slots += reservation.slots
             evicted += cast(list[OffloadKey], reservation.evicted)
+        if self._recorder is not None:
+            for group, start, stretch in offered:
+                self._recorder.offered(request_id, stretch, group=group, start=start)
+            self._drain(request_id)
         return PrepareStoreOutput(granted, CPULoadStoreSpec(slots), evicted)
 
     @override
@@ -149,32 +190,36 @@ class EvokeOffloadingManager(OffloadingManager):
             self.ledger.commit(req_context.req_id, keys)
         else:
             self.ledger.abort(req_context.req_id, keys)
+        if self._recorder is not None:
+            self._drain()
 
     @override
     def reset_cache(self) -> None:
         self.ledger.reset()
+        if self._recorder is not None:
+            self._drain()
 
     @override
     def take_events(self) -> Iterable[OffloadingEvent]:
-        # Drained even when nobody wants events, so that decisions do not pile up.
-        decisions = self.ledger.drain_decisions()
-        if not self._events_enabled:
-            return []
+        self._drain()
         # Like the stock manager, a reset announces nothing: the connector drops its own records.
-        return [
+        events = [
             OffloadingEvent(
                 keys=cast(list[OffloadKey], decision.keys),
                 medium=CPULoadStoreSpec.medium(),
                 removed=decision.kind == "evicted",
             )
-            for decision in decisions
+            for decision in self._events
             if decision.kind in ("stored", "evicted") and decision.reason != "reset"
         ]
+        self._events.clear()
+        return events
 
     @override
     def get_stats(self) -> OffloadingConnectorStats:
-        ledger = self.ledger.stats
+        self._drain()
         stats = OffloadingConnectorStats()
+        ledger = self._metrics.flush(stats)
         in_transfer = (ledger.pending + ledger.held) / ledger.capacity if ledger.capacity else 0.0
         stats.set_gauge(CPUOffloadingMetrics.CPU_CACHE_USAGE_PERC, in_transfer)
         if self._counts_skips:
@@ -182,6 +227,43 @@ class EvokeOffloadingManager(OffloadingManager):
             stats.increase_counter(CPUOffloadingMetrics.STORES_SKIPPED, skipped)
             self._skips_reported = ledger.below_threshold
         return stats
+
+    @override
+    def shutdown(self) -> None:
+        self._drain()
+        if self._recorder is not None:
+            self._recorder.close()
+
+    def _drain(self, request_id: str | None = None) -> None:
+        """Hand on what the ledger decided, ``request_id`` if it was for that request.
+
+        Everything is taken whether somebody wants it or not, so that nothing piles up.
+        """
+        reuses = self.ledger.drain_reuses()
+        if reuses:
+            self._metrics.reused(reuses)
+        decisions = self.ledger.drain_decisions()
+        if not decisions:
+            return
+        self._metrics.decided(decisions)
+        if self._events_enabled:
+            self._events.extend(decisions)
+        if self._recorder is not None:
+            self._recorder.decisions(decisions, request_id)
+            self._metrics.recording_dropped(self._recorder.lost)
+
+    def _settled(self, request: Request, start: int, found: int) -> None:
+        """It is known what a request found from position ``start`` of its prompt on."""
+        assert request.keys is not None
+        self._metrics.looked_up(request.tags, start, len(request.keys) - start, found)
+        if self._recorder is not None:
+            self._recorder.prompt(
+                request.request_id,
+                request.keys,
+                group=self._lookups.group,
+                tier_start=start,
+                found=found,
+            )
 
     def _announce(self, req_context: ReqContext) -> None:
         """Open a request that the engine did not announce."""
@@ -196,7 +278,7 @@ class EvokeOffloadingManager(OffloadingManager):
                 self._warned.add(problem)
                 logger.warning(
                     "kv_transfer_params['%s']: %s: %s; ignored, counted, not reported again",
-                    TAGS_KEY,
+                    MAPPING_KEY,
                     problem.tag,
                     problem.reason,
                 )

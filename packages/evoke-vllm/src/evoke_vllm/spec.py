@@ -6,16 +6,19 @@ the stock one.
 """
 
 import os
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
-from vllm.v1.kv_offload.base import OffloadingManager
+from vllm.v1.kv_offload.base import OffloadingManager, OffloadingMetricMetadata
 
 from evoke_core import ConfigError, EvokeConfig
+from evoke_vllm import metrics
 from evoke_vllm.host import HostWorkerMixin
 from evoke_vllm.manager import EvokeOffloadingManager
+from evoke_vllm.recording import open_recorder
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -24,6 +27,7 @@ logger = init_logger(__name__)
 
 EXTRA = "kv_connector_extra_config"
 CONFIG_KEY = "evoke"
+SOURCE = f"{EXTRA}['{CONFIG_KEY}']"
 
 
 class EvokeOffloadingSpec(HostWorkerMixin):
@@ -32,6 +36,13 @@ class EvokeOffloadingSpec(HostWorkerMixin):
     Raises:
         ConfigError: a setting that cannot be honoured, in one line.
     """
+
+    @classmethod
+    @override
+    def build_metric_definitions(
+        cls, extra_config: dict[str, Any]
+    ) -> dict[str, OffloadingMetricMetadata]:
+        return {**super().build_metric_definitions(extra_config), **metrics.definitions()}
 
     def __init__(self, vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig) -> None:
         assert vllm_config.kv_transfer_config is not None
@@ -52,17 +63,29 @@ class EvokeOffloadingSpec(HostWorkerMixin):
     def get_manager(self) -> OffloadingManager:
         if self._evoke_manager is None:
             config = self._evoke_config
+            windows = [
+                index
+                for index, group in enumerate(self.kv_cache_config.kv_cache_groups)
+                if not isinstance(group.kv_cache_spec, FullAttentionSpec)
+            ]
+            tokens_per_block = self._tokens_per_block(windows)
             self._evoke_manager = EvokeOffloadingManager(
                 self.num_blocks,
                 enable_events=self.kv_events_config.enable_kv_cache_events,
                 store_threshold=self._store_threshold,
                 max_tracker_size=self._max_tracker_size,
                 config=config,
-                window_groups=[
-                    index
-                    for index, group in enumerate(self.kv_cache_config.kv_cache_groups)
-                    if not isinstance(group.kv_cache_spec, FullAttentionSpec)
-                ],
+                window_groups=windows,
+                tokens_per_block=tokens_per_block,
+                recorder=open_recorder(
+                    config,
+                    source=SOURCE,
+                    tokens_per_block=tokens_per_block,
+                    capacity=self.num_blocks,
+                    bytes_per_block=self.kv_bytes_per_offloaded_block,
+                    window_groups=windows,
+                    store_threshold=self._store_threshold,
+                ),
             )
             logger.info(
                 "EVOKE keeps up to %d blocks of %d bytes; policy %s, w_recency %g, w_reuse %g, "
@@ -77,6 +100,12 @@ class EvokeOffloadingSpec(HostWorkerMixin):
             )
         return self._evoke_manager
 
+    def _tokens_per_block(self, windows: Collection[int]) -> int:
+        """Return the tokens of a block in the first group with full attention, if there is one."""
+        groups = range(len(self.gpu_block_size))
+        group = next((group for group in groups if group not in windows), 0)
+        return self.gpu_block_size[group] * self.block_size_factor
+
 
 def load_config(extra: dict[str, Any]) -> EvokeConfig:
     """Read the settings from vLLM's extra configuration and the environment.
@@ -84,12 +113,11 @@ def load_config(extra: dict[str, Any]) -> EvokeConfig:
     Raises:
         ConfigError: a setting that cannot be honoured, in one line.
     """
-    source = f"{EXTRA}['{CONFIG_KEY}']"
-    config = EvokeConfig.load(extra.get(CONFIG_KEY), source=source, say=logger.info)
+    config = EvokeConfig.load(extra.get(CONFIG_KEY), source=SOURCE, say=logger.info)
     for name in ("w_attention", "w_coherence"):
         if value := getattr(config, name):
             variable = f"EVOKE_{name.upper()}"
-            origin = f"environment variable {variable}" if variable in os.environ else source
+            origin = f"environment variable {variable}" if variable in os.environ else SOURCE
             raise ConfigError(
                 f"{name} = {value!r} (from {origin}) is not allowed; allowed: 0, because vLLM "
                 f"tells an offloading manager nothing about {name.removeprefix('w_')}"
