@@ -17,6 +17,7 @@ from attrs import asdict, evolve, field, frozen
 from evoke_core.config import ConfigError, EvokeConfig
 from evoke_core.ledger import BlockLedger
 from evoke_core.policies import POLICIES
+from evoke_core.replay.recorded import RecordedTrace
 from evoke_core.replay.rivals import RIVALS
 from evoke_core.replay.rivals.belady import Min
 from evoke_core.replay.simulate import HALVES, Counts, Half, simulate
@@ -35,14 +36,16 @@ class ReplayError(ValueError):
 
 @frozen
 class Budget:
-    """Size of the tier: blocks, or a percentage of the trace's different blocks."""
+    """Size of the tier: blocks, a percentage of the trace's different blocks, or a multiple of the
+    tier that the trace was recorded on."""
 
     value: Decimal
     percent: bool
+    times: bool = False
 
     @classmethod
     def parse(cls, text: "str | int | Budget") -> "Budget":
-        """Read ``"10%"`` or a number of blocks.
+        """Read ``"10%"``, ``"2x"`` or a number of blocks.
 
         Raises:
             ReplayError: anything else, and what is not above 0.
@@ -51,23 +54,35 @@ class Budget:
             return text
         given = str(text).strip()
         try:
-            value = Decimal(given.removesuffix("%"))
+            value = Decimal(given[:-1] if given.endswith(("%", "x")) else given)
         except InvalidOperation:
             value = Decimal(0)
-        percent = given.endswith("%")
-        whole = value.is_finite() and (percent or value == value.to_integral_value())
+        percent, times = given.endswith("%"), given.endswith("x")
+        whole = value.is_finite() and (percent or times or value == value.to_integral_value())
         if not whole or value <= 0:
             raise ReplayError(
-                f"budget {given!r} is not allowed; allowed: a number of blocks, or a percentage"
-                " of the trace's different blocks such as 10%"
+                f"budget {given!r} is not allowed; allowed: a number of blocks, a percentage of"
+                " the trace's different blocks such as 10%, or a multiple of the recorded tier"
+                " such as 2x"
             )
-        return cls(value, percent)
+        return cls(value, percent, times)
 
     def __str__(self) -> str:
-        return f"{self.value.normalize():f}{'%' * self.percent}"
+        return f"{self.value.normalize():f}{'%' * self.percent}{'x' * self.times}"
 
     def blocks(self, trace: Trace) -> int:
-        """Return the capacity for ``trace``, at least 1 block."""
+        """Return the capacity for ``trace``, at least 1 block.
+
+        Raises:
+            ReplayError: a multiple, and the trace does not tell of a tier.
+        """
+        if self.times:
+            capacity = trace.capacity if isinstance(trace, RecordedTrace) else None
+            if capacity is None:
+                raise ReplayError(
+                    f"budget {self}: {trace.name} is no recording that tells its tier's size"
+                )
+            return max(1, int(self.value * capacity))
         if self.percent:
             return max(1, int(self.value * trace.unique_blocks / 100))
         return int(self.value)
@@ -107,6 +122,16 @@ class Cell:
         """Share of the blocks that the GPU cache in front served."""
         return self.counts.gpu_blocks / max(1, self.counts.blocks)
 
+    @property
+    def tier_hits(self) -> float:
+        """Share of the blocks that the tier was asked for, the GPU's taken off, that it had.
+
+        What a server reports as external hits over external queries, in blocks.
+        """
+        counts = self.counts
+        asked = counts.blocks - counts.gpu_blocks
+        return (counts.hit_blocks - counts.gpu_blocks) / max(1, asked)
+
     def as_dict(self) -> dict[str, Any]:
         """Return everything, for JSON."""
         return {
@@ -117,9 +142,36 @@ class Cell:
             "token_hits": self.token_hits,
             "request_hits": self.request_hits,
             "gpu_hits": self.gpu_hits,
+            "tier_hits": self.tier_hits,
             "gap_closed": self.gap_closed,
             "counts": asdict(self.counts),
         }
+
+
+@frozen
+class RecordedTier:
+    """The tier that a trace was recorded on; None where the recording does not tell.
+
+    ``tier_hits`` is its :attr:`Cell.tier_hits`, ``ceiling`` see :class:`TraceResult`.
+    """
+
+    policy: str | None
+    capacity: int | None
+    bytes_per_block: int | None
+    tier_hits: float
+    ceiling: float
+
+    @classmethod
+    def of(cls, trace: Trace) -> "RecordedTier | None":
+        if not isinstance(trace, RecordedTrace):
+            return None
+        return cls(
+            policy=trace.policy,
+            capacity=trace.capacity,
+            bytes_per_block=trace.bytes_per_block,
+            tier_hits=trace.tier_hits,
+            ceiling=trace.ceiling,
+        )
 
 
 @frozen
@@ -127,6 +179,7 @@ class TraceResult:
     """All cells of one trace, by budget and then policy, in the order asked for.
 
     ``ceiling`` is the block hit ratio of a cache that never evicts, over all requests.
+    ``recorded`` is what a recording tells of the tier it was made on.
     """
 
     name: str
@@ -136,9 +189,12 @@ class TraceResult:
     tokens_per_block: int
     skipped: int
     cells: list[Cell] = field(factory=list)
+    recorded: RecordedTier | None = None
 
     @property
     def ceiling(self) -> float:
+        if self.recorded is not None:
+            return self.recorded.ceiling
         return 1.0 - self.unique_blocks / max(1, self.references)
 
     def cell(self, policy: str, budget: "str | int | Budget") -> Cell:
@@ -163,6 +219,7 @@ class TraceResult:
             "tokens_per_block": self.tokens_per_block,
             "skipped": self.skipped,
             "ceiling": self.ceiling,
+            "recorded": None if self.recorded is None else asdict(self.recorded),
             "cells": [cell.as_dict() for cell in self.cells],
         }
 
@@ -200,7 +257,7 @@ def make_tier(
     """Return an empty tier of ``capacity`` blocks under a policy, to replay ``trace`` through.
 
     A name that is none of the rivals' goes to the ledger, as ``EvokeConfig.policy``; ``config``
-    holds its other settings.
+    holds its other settings, by default those that the trace was recorded with.
 
     Raises:
         ReplayError: the policy is unknown.
@@ -208,9 +265,17 @@ def make_tier(
     if policy == CEILING:
         return Min(capacity, trace)
     if policy in RIVALS:
-        return BlockTier(RIVALS[policy](capacity))
-    settings = _settings(policy, config)
-    ledger = BlockLedger(capacity, config=settings, tokens_per_block=trace.tokens_per_block)
+        rival = RIVALS[policy]
+        return BlockTier(rival(capacity), renew=lambda: rival(capacity))
+    recorded = trace if isinstance(trace, RecordedTrace) else None
+    if config is None and recorded is not None:
+        config = recorded.config
+    ledger = BlockLedger(
+        capacity,
+        config=_settings(policy, config),
+        tokens_per_block=trace.tokens_per_block,
+        store_threshold=recorded.store_threshold if recorded is not None else 0,
+    )
     return LedgerTier(ledger, trace, keys=keys, tags=tags)
 
 
@@ -231,13 +296,14 @@ def replay(
 
     Args:
         traces: from a reader, or generated.
-        budgets: numbers of blocks, or percentages of each *whole* trace's different blocks
-            (``"10%"``), whichever half counts.
+        budgets: numbers of blocks, percentages of each *whole* trace's different blocks
+            (``"10%"``), whichever half counts, or multiples of the recorded tier (``"2x"``).
         policies: names, see :func:`known_policies`.
         gpu_blocks, chunk, half: see :func:`~evoke_core.replay.simulate.simulate`.
-        config: settings of the ledger's policies; its ``policy`` is replaced by the cell's.
-        tags: what requests carry (the ledger's policies only); a function that processes can be
-            given, so one of a module.
+        config: settings of the ledger's policies, by default those recorded; its ``policy`` is
+            replaced by the cell's.
+        tags: what requests carry (the ledger's policies only), by default what was recorded; a
+            function that processes can be given, so one of a module.
         jobs: processes; by default one for each core.
         on_cell: told the trace's name and each cell as it ends, in any order; ``gap_closed`` is
             not known yet then.
@@ -263,6 +329,9 @@ def replay(
     for name in names:
         if name not in RIVALS and name != CEILING:
             _settings(name, config)
+    for trace in plan.traces:
+        for size in sizes:
+            size.blocks(trace)
     tasks = [(at, name, size) for at in range(len(plan.traces)) for size in sizes for name in names]
     cells: dict[tuple[int, str, Budget], Cell] = {}
 
@@ -347,6 +416,7 @@ def _result(trace: Trace, cells: list[Cell]) -> TraceResult:
         tokens_per_block=trace.tokens_per_block,
         skipped=trace.skipped,
         cells=cells,
+        recorded=RecordedTier.of(trace),
     )
 
 

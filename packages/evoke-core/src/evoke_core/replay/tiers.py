@@ -15,6 +15,7 @@ from itertools import islice
 from typing import Protocol
 
 from evoke_core.ledger import BlockLedger, BlockState
+from evoke_core.replay.recorded import RecordedTrace
 from evoke_core.replay.trace import Trace
 from evoke_core.tags import UNTAGGED, RequestTags
 
@@ -39,6 +40,15 @@ class Tier(Protocol):
     def end(self) -> None:
         """End the request."""
 
+    def open(self, request: int) -> None:
+        """Note that a request arrived, some time before it begins."""
+
+    def resume(self, request: int) -> None:
+        """Make a request that has begun the current one: for requests that overlap."""
+
+    def reset(self) -> None:
+        """Lose all blocks, as a tier does that is emptied."""
+
 
 class BlockCache(Protocol):
     """A cache of single blocks."""
@@ -54,14 +64,33 @@ class BlockCache(Protocol):
 
 
 class BlockTier:
-    """Requests as accesses of single blocks, tail before head, each block once a request."""
+    """Requests as accesses of single blocks, tail before head, each block once a request.
 
-    def __init__(self, cache: BlockCache) -> None:
+    Args:
+        cache: an empty one.
+        renew: makes another, for ``reset``.
+    """
+
+    def __init__(self, cache: BlockCache, *, renew: Callable[[], BlockCache] | None = None) -> None:
         self._cache = cache
-        self._first = True
+        self._renew = renew
+        self._request = -1
+        self._begun: set[int] = set()  # requests that have offered nothing yet
+
+    def open(self, request: int) -> None:
+        pass
+
+    def resume(self, request: int) -> None:
+        self._request = request
+
+    def reset(self) -> None:
+        if self._renew is None:
+            raise NotImplementedError("this cache cannot be emptied")
+        self._cache = self._renew()
 
     def begin(self, request: int, chain: list[int], start: int) -> int:
-        self._first = True
+        self._request = request
+        self._begun.add(request)
         cache = self._cache
         hits = 0
         for block in islice(chain, start, None):
@@ -71,16 +100,16 @@ class BlockTier:
         return hits
 
     def offer(self, chain: list[int], begin: int, end: int) -> None:
-        if self._first:  # the resident prefix is used by this request too
+        if self._request in self._begun:  # the resident prefix is used by this request too
             begin = 0
-            self._first = False
+            self._begun.remove(self._request)
         access = self._cache.access
         for block in reversed(chain[begin:end]):
             access(block)
         self._cache.settle()
 
     def end(self) -> None:
-        pass
+        self._begun.discard(self._request)
 
 
 class LedgerTier:
@@ -88,7 +117,7 @@ class LedgerTier:
 
     Args:
         trace: its blocks' keys are made once; share ``keys`` between tiers of one trace.
-        tags: what each request carries; nothing by default.
+        tags: what each request carries; by default what was recorded, if anything was.
     """
 
     def __init__(
@@ -102,17 +131,29 @@ class LedgerTier:
         self._ledger = ledger
         self._trace = trace
         self._key = (trace.keys() if keys is None else keys).__getitem__
-        self._tags = tags
+        self._tags = as_recorded if tags is None else tags
+        self._recorded = trace if isinstance(trace, RecordedTrace) else None
         self._id = ""
-        self._keys: list[bytes] = []
+        self._opened: set[int] = set()
+
+    def open(self, request: int) -> None:
+        trace, recorded = self._trace, self._recorded
+        now = trace.times[request] if recorded is None else recorded.nows[request]
+        self._ledger.open(str(request), self._tags(trace, request), now)
+        self._opened.add(request)
+
+    def resume(self, request: int) -> None:
+        self._id = str(request)
+
+    def reset(self) -> None:
+        self._ledger.reset()
 
     def begin(self, request: int, chain: list[int], start: int) -> int:
         ledger = self._ledger
         self._id = request_id = str(request)
-        self._keys = keys = list(map(self._key, chain))
-        ledger.open(
-            request_id, UNTAGGED if self._tags is None else self._tags(self._trace, request)
-        )
+        keys = list(map(self._key, chain))
+        if request not in self._opened:
+            self.open(request)
         # No block is resident without its parent, so the end of the prefix can be bisected for.
         low, high = start, len(keys)
         while low < high:
@@ -127,17 +168,30 @@ class LedgerTier:
     def offer(self, chain: list[int], begin: int, end: int) -> None:
         if begin < end:
             ledger = self._ledger
-            keys = self._keys[begin:end]
+            keys = list(map(self._key, chain[begin:end]))
             grant = ledger.reserve(self._id, keys, start=begin)
             if grant.keys:
                 ledger.commit(self._id, grant.keys, ticket=grant.ticket)
 
     def end(self) -> None:
         self._ledger.close(self._id)
+        self._opened.discard(int(self._id))
         if self._ledger.index.clock % _DRAIN_EVERY == 0:
             self._ledger.drain_decisions()
 
 
+def as_recorded(trace: Trace, request: int) -> RequestTags:
+    """Return the tags that were recorded; none where the trace is no server's recording."""
+    return trace.tags[request] if isinstance(trace, RecordedTrace) else UNTAGGED
+
+
+def untagged(trace: Trace, request: int) -> RequestTags:
+    """Return no tags, whatever was recorded."""
+    return UNTAGGED
+
+
 def recorded_tags(trace: Trace, request: int) -> RequestTags:
     """Return the tags a truthful client would send: the session and the role, as recorded."""
+    if isinstance(trace, RecordedTrace):
+        return trace.tags[request]
     return RequestTags(source_type=trace.roles[request], session=trace.sessions[request])

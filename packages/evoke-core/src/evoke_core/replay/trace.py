@@ -64,10 +64,26 @@ class Trace:
         """Blocks over all requests."""
         return sum(self.lengths)
 
+    @property
+    def ceiling(self) -> float:
+        """Share of the blocks that a cache that never evicts finds."""
+        return 1.0 - self.unique_blocks / max(1, self.references)
+
+    @property
+    def last_blocks(self) -> "array[int]":
+        """Per request, the last block that it leaves behind: what it asks for, and no more."""
+        return self.tails
+
+    def path(self, request: int) -> list[int]:
+        """Return the blocks that a request leaves behind, head first."""
+        return self._up_to(self.last_blocks[request])
+
     def chain(self, request: int) -> list[int]:
         """Return the blocks of a request, head first."""
+        return self._up_to(self.tails[request])
+
+    def _up_to(self, block: int) -> list[int]:
         parents = self.parents
-        block = self.tails[request]
         chain = []
         while block >= 0:
             chain.append(block)
@@ -97,6 +113,11 @@ class TraceBuilder:
     _requests: list[tuple[float, int, int, int, str | None, str | None, str | None]] = field(
         factory=list, init=False
     )
+
+    @property
+    def parents(self) -> list[int]:
+        """Per block so far, the block before it, or ``HEAD``."""
+        return self._parents
 
     def extend(self, block: int, contents: Iterable[Hashable]) -> list[int]:
         """Return the numbers of the blocks with these contents behind ``block`` (or ``HEAD``).

@@ -1,4 +1,4 @@
-"""Readers of recorded traces: line-delimited JSON, plain or gzipped.
+"""Readers of recorded traces: line-delimited JSON, plain or gzipped, and recordings of a server.
 
 The format is told from the first good line. A line that cannot be used adds nothing at all to the
 trace; it is reported with file and line number and counted. Unless ``skip_bad`` is set, a file
@@ -14,7 +14,8 @@ from typing import Any, BinaryIO
 
 from attrs import field, frozen, validators
 
-from evoke_core.replay.readers import agent_text, claude_code, mooncake
+from evoke_core.recording.reader import is_recording
+from evoke_core.replay.readers import agent_text, claude_code, mooncake, recorded
 from evoke_core.replay.readers.common import BadLineError, Tokenizer
 from evoke_core.replay.trace import Trace, TraceBuilder, TraceError
 
@@ -27,7 +28,7 @@ class ReaderOptions:
 
     Attributes:
         tokens_per_block: size of a block. Claude Code's blocks of 64 are grouped to it. Of a
-            Mooncake file it says what one id stands for.
+            Mooncake file it says what one id stands for; a server's recording says it itself.
         sessions: use only the first so many sessions of a Claude Code file; None for all.
         window: Claude Code sessions start at times uniform over so many seconds, ...
         seed: ... drawn with this seed.
@@ -62,6 +63,8 @@ def read_trace(
     """
     options = ReaderOptions(**settings) if options is None else options
     path = Path(path)
+    if is_recording(path):
+        return recorded.read(path, skip_bad=options.skip_bad, on_bad=on_bad)
     builder = TraceBuilder(_short_name(path), options.tokens_per_block)
     add: Callable[[Any], None] | None = None
     first_bad = ""

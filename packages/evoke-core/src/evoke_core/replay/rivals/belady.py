@@ -30,8 +30,9 @@ class Min:
         self._ends, self._next, self._counts = _next_uses(trace)
 
     def begin(self, request: int, chain: list[int], start: int) -> int:
-        hits = self._kept.pop(request, 0)
-        self._resident -= hits
+        kept = self._kept.pop(request, 0)
+        self._resident -= kept
+        hits = min(kept, len(chain))  # beyond its prompt a request asks for nothing
         for i in range(self._ends[request], self._ends[request + 1]):
             self._keep(self._next[i], self._counts[i])
         while self._resident > self._capacity:
@@ -52,6 +53,17 @@ class Min:
     def end(self) -> None:
         pass
 
+    def open(self, request: int) -> None:
+        pass
+
+    def resume(self, request: int) -> None:
+        pass
+
+    def reset(self) -> None:
+        self._kept.clear()
+        self._furthest.clear()
+        self._resident = 0
+
     def _keep(self, request: int, count: int) -> None:
         self._resident += count
         if request in self._kept:
@@ -67,13 +79,13 @@ def _next_uses(trace: Trace) -> "tuple[array[int], array[int], array[int]]":
     Row ``r`` is ``ends[r]:ends[r + 1]`` of the two other arrays (request, blocks). Blocks that are
     never used again are in no row.
     """
-    next_user = [-1] * trace.unique_blocks
-    parents = trace.parents
+    parents, tails = trace.parents, trace.last_blocks
+    next_user = [-1] * len(parents)
     rows: list[list[int]] = []
     for request in range(len(trace) - 1, -1, -1):
         row: list[int] = []
         user, count = -1, 0
-        block = trace.tails[request]
+        block = tails[request]
         while block >= 0:
             later = next_user[block]
             next_user[block] = request
