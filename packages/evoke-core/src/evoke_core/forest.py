@@ -212,6 +212,10 @@ class Forest:
         self._deadlines.unwatch(run)
         self._deadlines.watch(run)
 
+    def pin(self, run: Run, tick: int) -> None:
+        """Note that the request with this tick pins ``run``; ``run.pinned`` is the caller's."""
+        self.pins.add(run.keys, tick, run.group, 0 if run.windowed else run.start)
+
     def due(self, now: float) -> list[Run]:
         """Return the runs whose next deadline is reached; :meth:`rerank` them."""
         return self._deadlines.due(now)

@@ -148,8 +148,8 @@ class RetentionIndex:
             self._pace.arrived(now)
             for run in self._forest.due(self._pace.now):
                 self._forest.rerank(run, partial(self._pass_deadline, run))
-        elif tags.speaks_of_time:
-            self.times_ignored += 1
+        else:
+            self.times_ignored += len(tags.in_seconds)
         whole, claims = claims_of(tags, self.config.source_floors, now, self._pace.per_second)
         self._requests[request_id] = OpenRequest(request_id, self.clock, tags, whole, claims)
         self._open_ticks.add(self.clock)
@@ -495,7 +495,7 @@ class RetentionIndex:
                 self._judge(run)
             if request.tags.pinned and not run.expired:
                 run.pinned = True
-                self._forest.pins.add(run.keys, request.tick, run.group, run.start)
+                self._forest.pin(run, request.tick)
             self._policy.entered(run, blocks)
 
         self._forest.rerank(run, change)
@@ -745,7 +745,7 @@ class RetentionIndex:
                 continue
             added += run.keys
             if run.pinned:
-                self._forest.pins.add(run.keys, request.tick, run.group, run.start)
+                self._forest.pin(run, request.tick)
             self._forest.add(run, hold=hold)
         if added and not drafts[0].windowed:  # a closed gap may have made more of the chain count
             chain = request.chain(drafts[0].group)
@@ -768,6 +768,8 @@ class RetentionIndex:
             if not seen[key] and (run := self._runs.get(key)) is not None:
                 self._count(run, request)
                 seen[key] = True
+        if request.tags.pinned:
+            self._trim_pins()
         return fresh
 
     def _select(

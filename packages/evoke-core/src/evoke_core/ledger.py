@@ -171,8 +171,8 @@ class BlockLedger:
     def open(self, request_id: str, tags: RequestTags = UNTAGGED, now: float | None = None) -> None:
         """Begin a request; ``now`` is the time in seconds, stamped once by the adapter."""
         self.index.open(request_id, tags, now)
-        if now is None and tags.speaks_of_time:
-            self.note_tag_problems([TagProblem("time", "no clock")])
+        if now is None:
+            self.note_tag_problems(TagProblem(tag, "no clock") for tag in tags.in_seconds)
 
     def close(self, request_id: str) -> None:
         """End a request. Transfers still under way complete, and loads are released, as before."""

@@ -63,6 +63,15 @@ class RankClass:
             heappop(heap)
         return heap[0] if heap else None
 
+    def file(self, entry: LeafEntry) -> None:
+        """Take in the current entry of a run whose class this is."""
+        self.live += 1
+        heap = self.heap
+        heappush(heap, entry)
+        if len(heap) > 2 * self.live + _STALE_SLACK:
+            heap[:] = [entry for entry in heap if self.holds(entry)]
+            heapify(heap)
+
     def holds(self, entry: LeafEntry) -> bool:
         """Say whether an entry is its run's place, and not one that the run has left."""
         run = entry[-1]
@@ -95,7 +104,8 @@ class LeafOrder:
         entry = self._entry(run)
         run.entry = entry
         if run.expired:
-            self._file(self._expired, entry)
+            run.rank_class = self._expired
+            self._expired.file(entry)
         else:
             self._place(entry, self._policy.class_key(run, self._clock))
 
@@ -106,7 +116,8 @@ class LeafOrder:
             rank_class = RankClass(key, self._policy.bound(key))
             self._classes[key] = rank_class
             insort(self._by_bound, rank_class, key=_bound)
-        self._file(rank_class, entry)
+        entry[-1].rank_class = rank_class
+        rank_class.file(entry)
         next_move = self._policy.next_move(key, entry[0])
         if next_move is not None:
             due = self._due.get(next_move[0])
@@ -115,24 +126,17 @@ class LeafOrder:
             else:
                 due.append((entry, next_move[1]))
 
-    @staticmethod
-    def _file(rank_class: RankClass, entry: LeafEntry) -> None:
-        entry[-1].rank_class = rank_class
-        rank_class.live += 1
-        heap = rank_class.heap
-        heappush(heap, entry)
-        if len(heap) > 2 * rank_class.live + _STALE_SLACK:
-            heap[:] = [entry for entry in heap if rank_class.holds(entry)]
-            heapify(heap)
-
     def advance(self, clock: int) -> None:
         """Let time pass to ``clock``: leaves whose class changes by age alone move."""
         self._clock = clock
         for entry, key in self._due.pop(clock, ()):
             run = entry[-1]
             if run.entry is entry:
-                assert run.rank_class is not None
-                run.rank_class.live -= 1
+                left = run.rank_class
+                assert left is not None
+                left.live -= 1
+                if left.heap[0] is entry:  # the oldest of a class moves on first
+                    heappop(left.heap)
                 self._place(entry, key)
 
     def rescore(self) -> None:

@@ -114,13 +114,11 @@ class RequestTags:
         return cls.parse(raw, tokens_per_block=tokens_per_block)
 
     @property
-    def speaks_of_time(self) -> bool:
-        """Whether anything here is said in seconds."""
-        return (
-            self.ttl_s is not None
-            or self.expect_reuse_in_s is not None
-            or any(span.ttl_s is not None for span in self.spans)
-        )
+    def in_seconds(self) -> tuple[str, ...]:
+        """The tags that speak of seconds."""
+        ttl = self.ttl_s is not None or any(span.ttl_s is not None for span in self.spans)
+        reuse = self.expect_reuse_in_s is not None
+        return ("ttl_s",) * ttl + ("expect_reuse_in_s",) * reuse
 
     def given(self) -> dict[str, Any]:
         """Return what differs from no tags, by attribute; spans as mappings, in blocks."""
