@@ -75,13 +75,20 @@ class Tags(Protocol):
     no_store: bool
 
 
+class Terms(NamedTuple):
+    """What requests declared of a block, as far as a learner asks."""
+
+    promise: float = 0.0  # requests within which a return was promised
+    holds_until: float = -math.inf
+
+
 class Said(NamedTuple):
     """What a request says of one block, with the times as points in time."""
 
     role: str | None
     priority: float
     expires: float
-    holds_until: float
+    terms: Terms
 
 
 class History(NamedTuple):
@@ -92,6 +99,8 @@ class History(NamedTuple):
     gap: int  # requests between the last two touches
     role: str | None
     priority: float
+    terms: Terms
+    holding: bool
 
 
 class Learner(Protocol):
@@ -105,6 +114,7 @@ class Learner(Protocol):
     def advance(self, clock: int, capacity: int) -> bool: ...
     def used(self, past: Any, tick: int, blocks: int) -> int: ...
     def entered(self, history: Any, blocks: int) -> None: ...
+    def settled(self, past: Any, blocks: int, kept: bool) -> None: ...
     def forget(self, past: Any, blocks: int) -> None: ...
     def clear(self) -> None: ...
 
@@ -134,15 +144,24 @@ class Block:
     holds: int = 0
     gap: int = 0
     owner: str | None = None  # the session that all who touched the block named
-    expires: float = 0.0
-    holds_until: float = 0.0
+    expires: float = math.inf
     expired: bool = False
+    terms: Terms = Terms()
+    holding: bool = False
     pin: int = 0  # tick of the youngest request that pinned it; 0: not pinned
     reused: bool = False  # counted again since it became resident
 
     @property
     def history(self) -> History:
-        return History(self.reuse, self.last, self.gap, self.role, self.priority.value)
+        return History(
+            self.reuse,
+            self.last,
+            self.gap,
+            self.role,
+            self.priority.value,
+            self.terms,
+            self.holding,
+        )
 
 
 class View(NamedTuple):
@@ -158,6 +177,10 @@ class View(NamedTuple):
     attention: float
     coherence: float
     role: str | None
+    session: str | None
+    holding: bool
+    expired: bool
+    pinned: bool
     held: int
     leaf: bool
 
@@ -187,6 +210,7 @@ class Request:
     tick: int
     tags: Tags
     now: float | None
+    pace: float  # requests per second when it was opened
     chains: dict[int, list[bytes]] = field(default_factory=dict)  # head first
     named: set[tuple[int, bytes]] = field(default_factory=set)
     counted: set[bytes] = field(default_factory=set)
@@ -206,7 +230,8 @@ class ReferenceIndex:
         self.learner = learner
         self.capacity = capacity
         self.clock = 0
-        self.now = 0.0
+        self.now = -math.inf
+        self._arrivals = self._seconds = 0.0  # what the pace is made of
         self.half_life = HALF_LIFE_START if rules.half_life is None else rules.half_life
         self.blocks: dict[bytes, Block] = {}
         self.requests: dict[str, Request] = {}
@@ -225,11 +250,12 @@ class ReferenceIndex:
         """Time moves here and nowhere else, and whose time has come is expired."""
         self.close(request_id)
         self.clock += 1
-        self.now = max(self.now, self.now if now is None else now)
+        if now is not None:
+            self._measure_pace(now - self.now)
+            self.now = max(self.now, now)
         for block in self.blocks.values():
-            if self.now >= block.expires:
-                self._expire(block)
-        self.requests[request_id] = Request(self.clock, tags, now)
+            self._judge(block)
+        self.requests[request_id] = Request(self.clock, tags, now, self.pace())
         if self.learner is not None:
             self.learner.advance(self.clock, self._most_resident)
 
@@ -245,6 +271,28 @@ class ReferenceIndex:
     def _expire(block: Block) -> None:
         block.expired, block.pin = True, 0
 
+    def _judge(self, block: Block) -> None:
+        """Where does the block stand by now? A promise that was not kept is broken."""
+        if self.now >= block.expires:
+            self._expire(block)
+        if block.holding and self.now >= block.terms.holds_until:
+            self._settle(block.history, kept=False)
+            block.holding = False
+
+    def _settle(self, history: History, *, kept: bool) -> None:
+        if self.learner is not None:
+            self.learner.settled(history, 1, kept)
+
+    def _measure_pace(self, passed: float) -> None:
+        """Requests and seconds count less the longer ago: 1/e after 256 requests."""
+        if math.isinf(passed):
+            return  # the first request that had a time
+        self._arrivals = self._arrivals * math.exp(-1.0 / 256) + 1.0
+        self._seconds = self._seconds * math.exp(-1.0 / 256) + max(0.0, passed)
+
+    def pace(self) -> float:
+        return self._arrivals / self._seconds if self._seconds > 0 else 1.0
+
     def _says(self, request: Request, group: int, position: int) -> Said:
         """What a request says of its block at `position`; a window group's have no position."""
         tags = request.tags
@@ -256,12 +304,15 @@ class ReferenceIndex:
                 ttl_s = ttl_s if span.ttl_s is None else span.ttl_s
         if tags.pinned:
             priority = max(priority, PINNED_PRIORITY)
-        expires, holds_until = math.inf, 0.0
+        expires, terms = math.inf, Terms()
         if request.now is not None and ttl_s is not None:
-            expires = holds_until = request.now + ttl_s
-        if request.now is not None and tags.expect_reuse_in_s is not None:
-            holds_until = max(holds_until, request.now + SLACK * tags.expect_reuse_in_s)
-        return Said(role, priority, expires, holds_until)
+            expires = request.now + ttl_s
+        promised = [] if ttl_s is None else [ttl_s]
+        if tags.expect_reuse_in_s is not None:
+            promised.append(SLACK * tags.expect_reuse_in_s)
+        if request.now is not None and promised:
+            terms = Terms(max(promised) * request.pace, request.now + max(promised))
+        return Said(role, priority, expires, terms)
 
     def _is_open(self, tick: int) -> bool:
         return any(request.tick == tick for request in self.requests.values())
@@ -303,6 +354,8 @@ class ReferenceIndex:
     def _count(self, request: Request, block: Block, position: int) -> None:
         request.counted.add(block.key)
         said = self._says(request, block.group, position)
+        if block.holding:
+            self._settle(block.history, kept=True)
         if self.learner is not None:
             block.gap = self.learner.used(block.history, request.tick, 1)
         block.reuse = min(REUSE_CAP, block.reuse + 1)
@@ -314,24 +367,30 @@ class ReferenceIndex:
             block.priority = Claim(said.priority, request.tick)
         block.owner = _owner_after(block.owner, request)
         block.expires = max(block.expires, said.expires)
-        block.expired = False
-        block.holds_until = max(block.holds_until, said.holds_until)
+        block.terms = max(block.terms, said.terms, key=lambda terms: terms.holds_until)
+        block.expired, block.holding = False, self.now < block.terms.holds_until
         block.reused = True
         if request.tags.pinned:
             block.pin = max(block.pin, request.tick)
+        self._judge(block)
         if self.learner is not None:
             self.learner.entered(block.history, 1)
 
     def pins(self) -> list[Block]:
         """The pinned blocks, the oldest pin first, of one request's the deepest first."""
         pinned = [block for block in self.blocks.values() if block.pin]
-        return sorted(pinned, key=lambda b: (b.pin, -self._depth(b), b.group, b.serial))
+        return sorted(pinned, key=lambda b: (b.pin, -self._depth(b), b.group, b.key))
 
     def pin_limit(self) -> int:
         return int(self.rules.max_pinned_fraction * self._size())
 
     def _size(self) -> int:
         return self._most_resident if self.capacity is None else self.capacity
+
+    def pins_to_come(self, request: Request) -> int:
+        """So many more blocks of a request arrive pinned, the first ones."""
+        mine = sum(block.pin == request.tick for block in self.blocks.values())
+        return max(0, self.pin_limit() - mine) if request.tags.pinned else 0
 
     def _displace_pins(self) -> None:
         pins = self.pins()
@@ -353,21 +412,25 @@ class ReferenceIndex:
             return []
         inserted = []
         parent = self.parent_in_chain(request, group, start)
+        pins = self.pins_to_come(request)
         for position, key in enumerate(keys, start):
             if key not in self.blocks:
-                self._add(request, key, group, position, parent)
+                pin = len(inserted) < pins
+                self._file(self.draft(request, key, group, position, parent, pin=pin))
                 inserted.append(key)
             parent = None if group in self.rules.window_groups else key
         self.touch(request_id, keys, group=group, start=start)  # a gap may be filled now
         return inserted
 
-    def _add(
-        self, request: Request, key: bytes, group: int, position: int, parent: bytes | None
-    ) -> None:
-        self._file(self.draft(request, key, group, position, parent))
-
     def draft(
-        self, request: Request, key: bytes, group: int, position: int, parent: bytes | None
+        self,
+        request: Request,
+        key: bytes,
+        group: int,
+        position: int,
+        parent: bytes | None,
+        *,
+        pin: bool,
     ) -> Block:
         """A block with the history it would be resident with: this request on top of its ghost.
 
@@ -392,9 +455,13 @@ class ReferenceIndex:
             role=said.role,
             owner=request.tags.session if ghost is None else _owner_after(ghost.owner, request),
             expires=said.expires,
-            holds_until=said.holds_until,
-            pin=request.tick if request.tags.pinned else 0,
+            terms=said.terms,
+            holding=self.now < said.terms.holds_until,
+            pin=request.tick if pin else 0,
         )
+        if ghost is not None and ghost.history.holding and not before:
+            self._settle(ghost.history, kept=self.now < ghost.history.terms.holds_until)
+        self._judge(block)
         if self.learner is not None:
             if ghost is not None and before:
                 block.gap = ghost.history.gap
@@ -414,12 +481,17 @@ class ReferenceIndex:
     ) -> tuple[list[bytes], list[Batch]]:
         """File the drafts that beat what would have to go for them: (filed, evicted).
 
-        Drafts of a chain lose from its tail. Who loses is remembered, as if evicted.
+        Drafts of a chain lose from its tail. Who loses is remembered, as if evicted. Pinned ones do
+        not compete: they are refused, from the tail, if nothing else can go.
         """
         losers: list[tuple[bytes, str]] = []
-        if len(drafts) > room:
+        shortage = len(drafts) - room
+        if shortage > 0:
             self._measure_turnover()
-            losers = self._plan(len(drafts) - room, protect=request_id, drafts=drafts)
+            losers = self._plan(shortage, protect=request_id, drafts=drafts)
+            lost = {key for key, _ in losers}
+            rest = [(draft.key, "") for draft in reversed(drafts) if draft.key not in lost]
+            losers += rest[: shortage - len(losers)]
         winners = {draft.key: draft for draft in drafts}
         evicted = []
         for key, reason in losers:
@@ -486,9 +558,11 @@ class ReferenceIndex:
         while len(self._ghost_fifo) > self.ghost_limit(self._most_resident):
             key, serial = self._ghost_fifo.popleft()
             if key in self.ghosts and self.ghosts[key].serial == serial:
-                ghost = self.ghosts.pop(key)
+                past = self.ghosts.pop(key).history
+                if past.holding and self.now >= past.terms.holds_until:
+                    self._settle(past, kept=False)
                 if self.learner is not None:
-                    self.learner.forget(ghost.history, 1)
+                    self.learner.forget(past, 1)
 
     def ghost_limit(self, most_resident: int) -> int:
         at_least = 0 if self.learner is None else self.learner.ghosts_at_least
@@ -533,7 +607,7 @@ class ReferenceIndex:
         if self.learner is not None:
             rank_class = self.learner.class_key(block.history, self.clock)
             return self.learner.score(rank_class, self.clock - block.last, self.half_life)
-        age = 0 if self.holding(block) else self.clock - block.last
+        age = 0 if block.holding else self.clock - block.last
         recency = 2.0 ** (-age / self.half_life)
         reuse = 1.0 - 2.0**-block.reuse
         signal = (
@@ -554,10 +628,6 @@ class ReferenceIndex:
             return (block.group, block.key) in request.named
         chain = request.chains.get(block.group, [])
         return block.position < len(chain) and chain[block.position] == block.key
-
-    def holding(self, block: Block) -> bool:
-        """Is its return still promised, or its time not over?"""
-        return self.now < block.holds_until
 
     def _depth(self, block: Block) -> int:
         return 0 if block.group in self.rules.window_groups else block.position
@@ -598,12 +668,14 @@ class ReferenceIndex:
         """Take the lowest leaf out of a copy of the pool, n times; say why it was the lowest.
 
         Of `drafts`, new blocks of one offer, the deepest left is a leaf too; in a window group all.
+        Pinned ones do not compete, nor does what they hang on.
         """
         left = dict(self.blocks)
         offered = list(drafts)
         chosen: list[tuple[bytes, str]] = []
         while len(chosen) < n:
             windowed = any(draft.group in self.rules.window_groups for draft in offered)
+            competing = offered if windowed else offered[-1:]
             parents = {block.parent for block in left.values()}
             evictable = [
                 block
@@ -613,7 +685,7 @@ class ReferenceIndex:
                 and not block.pin
                 and not self._owned(block, protect)
                 and (eligible is None or eligible(block.key))
-            ] + (offered if windowed else offered[-1:])
+            ] + [draft for draft in competing if not draft.pin]
             if not evictable:
                 break
             owned = Counter(block.owner for block in [*left.values(), *offered])
@@ -656,6 +728,10 @@ class ReferenceIndex:
             attention=block.attention,
             coherence=block.coherence,
             role=block.role,
+            session=block.owner,
+            holding=block.holding,
+            expired=block.expired,
+            pinned=bool(block.pin),
             held=block.holds,
             leaf=self.is_leaf(key),
         )
@@ -768,12 +844,12 @@ class ReferenceLedger:
         request = self.index.requests[request_id]
         if len(wanted) > free:
             self.index.note_full()
-        drafts = [
-            self.index.draft(
-                request, key, group, position, self.index.parent_in_chain(request, group, position)
-            )
-            for position, key in wanted
-        ]
+        pins = self.index.pins_to_come(request)
+        drafts = []
+        for position, key in wanted:
+            parent = self.index.parent_in_chain(request, group, position)
+            pin = len(drafts) < pins
+            drafts.append(self.index.draft(request, key, group, position, parent, pin=pin))
         filed, evicted = self.index.compete(request_id, drafts, free)
         for position, key in wanted:  # a gap may be filled now
             self.touch(request_id, [key] if key in filed else [], group=group, start=position)
