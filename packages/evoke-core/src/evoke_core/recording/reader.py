@@ -62,7 +62,8 @@ class Event:
         kind: open, prompt, offer, close, reset, or one of ``OUTCOMES``.
         time: seconds since 1970.
         request: number in :attr:`Recording.requests`, or ``NOBODY``. Of an eviction: the request
-            that the room was for; where the recorder was not told, the last one to offer blocks.
+            that the room was for. Where the recorder was not told, of an eviction or a refusal,
+            the last one to offer blocks.
         blocks: numbers; equal numbers are equal blocks, all that precedes them included.
         start: position of the first block in the request's chain.
         tier_start, found, tokens: of a prompt, see ``Recorder.prompt``.
@@ -280,7 +281,7 @@ class _Reader:
             event.age = record.get("age", 0)
             event.role = record.get("role")
             event.reused = record.get("reused")
-            if event.request == NOBODY and kind == "evicted":
+            if event.request == NOBODY and kind in ("evicted", "refused"):
                 event.request = self._offering
         elif kind not in (CLOSE, RESET):
             return  # of a later version, and of no concern here

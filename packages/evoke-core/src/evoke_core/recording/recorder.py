@@ -228,8 +228,8 @@ class _Open:
 class _Writer:
     """The thread's part: turns calls into lines and lines into files.
 
-    ``refused``, what could not be queued, is told by the caller; it reads ``taken``, the blocks that
-    wait no longer.
+    ``refused``, what could not be queued, is told by the caller; it reads ``taken``, the blocks
+    that wait no longer.
     """
 
     def __init__(

@@ -14,6 +14,7 @@ from evoke_core.replay.generate import concatenate, conversations, first, genera
 from evoke_core.replay.grid import (
     Budget,
     Cell,
+    RecordedTier,
     ReplayError,
     TraceResult,
     known_policies,
@@ -22,8 +23,9 @@ from evoke_core.replay.grid import (
 )
 from evoke_core.replay.readers import ReaderOptions, read_trace
 from evoke_core.replay.readers.agent_text import load_tokenizer
+from evoke_core.replay.recorded import RecordedTrace
 from evoke_core.replay.simulate import Counts, simulate
-from evoke_core.replay.tiers import recorded_tags
+from evoke_core.replay.tiers import recorded_tags, untagged
 from evoke_core.replay.trace import Trace, TraceBuilder, TraceError
 
 __all__ = [
@@ -31,6 +33,8 @@ __all__ = [
     "Cell",
     "Counts",
     "ReaderOptions",
+    "RecordedTier",
+    "RecordedTrace",
     "ReplayError",
     "Trace",
     "TraceBuilder",
@@ -49,4 +53,5 @@ __all__ = [
     "recorded_tags",
     "replay",
     "simulate",
+    "untagged",
 ]

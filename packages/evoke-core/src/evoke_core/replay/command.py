@@ -23,6 +23,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+from evoke_core.recording.command import explain_command
 from evoke_core.replay.generate import SHAPES, concatenate, generate
 from evoke_core.replay.grid import (
     Budget,
@@ -34,13 +35,16 @@ from evoke_core.replay.grid import (
 )
 from evoke_core.replay.readers import DAY, ReaderOptions, read_trace
 from evoke_core.replay.readers.agent_text import load_tokenizer
+from evoke_core.replay.recorded import RecordedTrace
 from evoke_core.replay.report import heading, plot, table
 from evoke_core.replay.simulate import HALVES
-from evoke_core.replay.tiers import recorded_tags
+from evoke_core.replay.tiers import recorded_tags, untagged
 from evoke_core.replay.trace import Trace, TraceError
 
 _PLAIN_WIDTH = 140  # of a table in a pipe or a log
 _BAD_LINES_SHOWN = 10
+_BUDGETS = "1%,3%,10%,30%"
+_RECORDED_BUDGETS = "0.5x,1x,2x"
 
 
 class _Failure(click.ClickException):
@@ -62,6 +66,9 @@ def cli() -> None:
     """KV-cache retention: tools beside the library."""
 
 
+cli.add_command(explain_command)
+
+
 @cli.command("replay")
 @click.argument("traces", nargs=-1, required=True, metavar="TRACE...")
 @click.option(
@@ -69,9 +76,8 @@ def cli() -> None:
     "budgets",
     type=_split,
     metavar="LIST",
-    default="1%,3%,10%,30%",
-    show_default=True,
-    help="Sizes of the tier: blocks, or % of the trace's different blocks.",
+    help="Sizes of the tier: blocks, % of the trace's different blocks, or multiples of the tier it"
+    f" was recorded on, such as 2x.  [default: {_BUDGETS}; of recordings {_RECORDED_BUDGETS}]",
 )
 @click.option(
     "--policy",
@@ -91,7 +97,8 @@ def cli() -> None:
     "--gpu-blocks",
     type=click.IntRange(0),
     default=0,
-    help="An LRU GPU cache of this size in front, as in an engine.",
+    help="An LRU GPU cache of this size in front, as in an engine.  [default: none; of a recording"
+    " what it tells of the GPU]",
 )
 @click.option(
     "--chunk", type=click.IntRange(0), default=0, help="Offer prefill in chunks of so many blocks."
@@ -104,7 +111,10 @@ def cli() -> None:
     help="Count the first half of the requests, or the second with the tier warm from the first.",
 )
 @click.option(
-    "--tags", is_flag=True, help="Requests carry the roles and sessions the trace tells of."
+    "--tags/--no-tags",
+    default=None,
+    help="Requests carry the roles and sessions the trace tells of; of a recording, all tags they"
+    " carried.  [default: of recordings only]",
 )
 @click.option(
     "--jobs", type=click.IntRange(0), default=0, help="Processes.  [default: one for each core]"
@@ -136,7 +146,7 @@ def cli() -> None:
 @click.option("--skip-bad", is_flag=True, help="Leave lines out that cannot be used.")
 def replay_command(
     traces: Sequence[str],
-    budgets: list[str],
+    budgets: list[str] | None,
     policies: list[str],
     json_path: Path | None,
     plot_path: Path | None,
@@ -144,7 +154,7 @@ def replay_command(
     gpu_blocks: int,
     chunk: int,
     half: Any,
-    tags: bool,
+    tags: bool | None,
     jobs: int,
     block_tokens: int,
     sessions: int | None,
@@ -156,9 +166,9 @@ def replay_command(
 ) -> None:
     """Replay traces through a cache tier: which policy would have kept what was asked for again?
 
-    TRACE is a file (Mooncake JSON lines, Claude Code sessions, agents' calls with full text; plain
-    or gzipped), or a generated shape such as w1 or w1s:rounds=20,seed=1. Several joined by + are
-    played one after another.
+    TRACE is a file (a recording of a server, see record_trace; Mooncake JSON lines, Claude Code
+    sessions, agents' calls with full text; plain or gzipped), or a generated shape such as w1 or
+    w1s:rounds=20,seed=1. Several joined by + are played one after another.
 
     A request counts as a hit if at least half of its tokens were found. "gap closed" is the share
     of the way from lru to min, which knows the future, in block hits.
@@ -168,7 +178,7 @@ def replay_command(
         if path is not None and not path.absolute().parent.is_dir():
             raise _Usage(f"{path}: no such folder")
     try:
-        for budget in budgets:
+        for budget in budgets or ():
             Budget.parse(budget)
         options = ReaderOptions(
             tokens_per_block=block_tokens,
@@ -180,6 +190,9 @@ def replay_command(
             skip_bad=skip_bad,
         )
         loaded = [_load(text, options, notes) for text in traces]
+        if budgets is None:
+            recorded = all(isinstance(trace, RecordedTrace) and trace.capacity for trace in loaded)
+            budgets = _split(_RECORDED_BUDGETS if recorded else _BUDGETS)
         cells = len(loaded) * len(set(budgets)) * len(set(policies))
         with _progress(notes, cells) as on_cell:
             results = replay(
@@ -189,7 +202,7 @@ def replay_command(
                 gpu_blocks=gpu_blocks,
                 chunk=chunk,
                 half=half,
-                tags=recorded_tags if tags else None,
+                tags=None if tags is None else recorded_tags if tags else untagged,
                 jobs=jobs or None,
                 on_cell=on_cell,
             )

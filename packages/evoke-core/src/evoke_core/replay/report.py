@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter
 from rich.table import Table
 
-from evoke_core.replay.grid import BASELINE, CEILING, Cell, TraceResult
+from evoke_core.replay.grid import BASELINE, CEILING, Cell, RecordedTier, TraceResult
 
 _GIB = 1 << 30
 _WIDTH, _HEIGHT = 6.4, 4.4  # inches a panel
@@ -18,6 +18,11 @@ _SPREAD = 8.0  # budgets further apart than this factor are drawn on a logarithm
 _CEILING_COLOUR, _BASELINE_COLOUR = "#222222", "#8a8a8a"
 _COLOURS = ("#0b6e99", "#d1495b", "#3a7d44", "#b07aa1", "#e08e1b", "#5b5ea6", "#7f5539", "#00a6a6")
 _MARKERS = "osD^vPXh"
+_AXES = {
+    "": "blocks",
+    "%": "% of the trace's different blocks",
+    "x": "multiples of the recorded one",
+}
 
 
 def heading(result: TraceResult) -> str:
@@ -28,7 +33,19 @@ def heading(result: TraceResult) -> str:
         f"{result.name}: {result.requests:,} requests{counted},"
         f" {result.unique_blocks:,} different blocks of {result.tokens_per_block} tokens;"
         f" block hits if nothing were evicted: {result.ceiling:.4f}"
+        f"{_as_recorded(result.recorded)}"
     )
+
+
+def _as_recorded(tier: RecordedTier | None) -> str:
+    if tier is None:
+        return ""
+    how = [tier.policy or "a policy that is not told"]
+    if tier.capacity:
+        how.append(f"{tier.capacity:,} blocks")
+        if tier.bytes_per_block:
+            how.append(f"{_gib(tier.capacity, tier.bytes_per_block)} GiB")
+    return f"; recorded with {', '.join(how)}: tier hits {tier.tier_hits:.4f}"
 
 
 def table(
@@ -36,15 +53,25 @@ def table(
 ) -> Table:
     """Return one trace's hit ratios: a row for each budget and policy.
 
-    "gap closed" is the share of the way from ``lru`` to ``min`` in block hits.
+    "gap closed" is the share of the way from ``lru`` to ``min`` in block hits. Where there is a GPU
+    in front, "tier hits" are of what the tier was asked for.
     """
+    recorded = result.recorded
+    if recorded is not None:
+        bytes_per_block = bytes_per_block or recorded.bytes_per_block
+        with_gpu = True
     grid = Table()
     grid.add_column("budget")
     grid.add_column("blocks", justify="right")
     if bytes_per_block:
         grid.add_column("GiB", justify="right")
     grid.add_column("policy", no_wrap=True)
-    for heading in ("block hits", "token hits", "request hits", *(["GPU hits"] * with_gpu)):
+    for heading in (
+        "block hits",
+        "token hits",
+        "request hits",
+        *(["GPU hits", "tier hits"] * with_gpu),
+    ):
         grid.add_column(heading, justify="right")
     grid.add_column("gap closed", justify="right")
     grid.add_column("seconds", justify="right")
@@ -62,7 +89,7 @@ def table(
             f"{cell.block_hits:.4f}",
             f"{cell.token_hits:.4f}",
             f"{cell.request_hits:.4f}",
-            *([f"{cell.gpu_hits:.4f}"] * with_gpu),
+            *([f"{cell.gpu_hits:.4f}", f"{cell.tier_hits:.4f}"] * with_gpu),
             "" if cell.gap_closed is None else f"{cell.gap_closed:+.3f}",
             f"{cell.counts.seconds:.1f}",
             style="bold" if cell.policy == CEILING else None,
@@ -103,6 +130,8 @@ def _panel(
     styles: dict[str, dict[str, object]],
     bytes_per_block: int | None,
 ) -> None:
+    if result.recorded is not None:
+        bytes_per_block = bytes_per_block or result.recorded.bytes_per_block
     lines: dict[str, list[Cell]] = {}
     for cell in result.cells:
         lines.setdefault(cell.policy, []).append(cell)
@@ -121,11 +150,8 @@ def _panel(
     axes.xaxis.set_major_locator(FixedLocator(ticks))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xticklabels([_label(size, sizes[size], bytes_per_block) for size in ticks])
-    axes.set_xlabel(
-        "tier size, % of the trace's different blocks"
-        if all(budget.endswith("%") for budget in sizes.values())
-        else "tier size, blocks"
-    )
+    kinds = {budget[-1:] if budget[-1:] in _AXES else "" for budget in sizes.values()}
+    axes.set_xlabel(f"tier size, {_AXES[kinds.pop() if len(kinds) == 1 else '']}")
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.set_ylim(bottom=0.0)
     axes.set_ylabel("blocks found")
