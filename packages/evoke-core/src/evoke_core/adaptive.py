@@ -62,7 +62,7 @@ returns late would look like one that does not return. With 1,000 small pools lo
 """
 
 
-_PROMISES = tuple(4.0**step for step in range(1, 8))
+_PROMISES = tuple(2.0**step for step in range(1, 15))
 """Promises are told apart by length, up to so many requests; the last one also all beyond."""
 
 _SKILL = 0.5

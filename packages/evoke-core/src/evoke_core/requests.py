@@ -206,11 +206,12 @@ def _claim(
 ) -> Claim:
     terms = NO_TERMS if tags.session is None else Terms(tags.session)
     if now is not None:
-        back = tags.expect_reuse_in_s
-        seconds = max(ttl_s or 0.0, _SLACK * back if back is not None else 0.0)
-        if seconds > 0.0:
+        back, ttl = tags.expect_reuse_in_s or 0.0, ttl_s or 0.0
+        held = max(_SLACK * back, ttl)
+        if held > 0.0:
+            promised = ttl if ttl == held else back
             expires = math.inf if ttl_s is None else now + ttl_s
-            terms = Terms(tags.session, now + seconds, seconds * per_second, expires)
+            terms = Terms(tags.session, now + held, promised * per_second, expires)
     if tags.pinned:
         priority = max(priority, PINNED_PRIORITY)
     return Claim(floors.get(role or "", 0.0), role, priority, terms)
