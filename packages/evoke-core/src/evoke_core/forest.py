@@ -8,8 +8,9 @@ because here is where runs split, grow and go.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise, repeat
+from types import MappingProxyType
 
 from evoke_core.bulk import delete
 from evoke_core.deadlines import Deadlines
@@ -19,6 +20,8 @@ from evoke_core.policies import Policy
 from evoke_core.runs import Run
 from evoke_core.sessions import Sessions
 from evoke_core.terms import NO_TERMS, Terms
+
+NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
 class Forest:
@@ -252,13 +255,14 @@ class Forest:
         limit: Callable[[Run, int], int],
         drafts: Sequence[Run] = (),
         share: int | None = None,
+        incoming: Mapping[str, int] = NOTHING,
     ) -> list[Step]:
         """Plan ``n`` evictions, see :meth:`LeafOrder.select`; then apply it or not, and
         :meth:`restore`. ``limit(run, room)`` lowers how many of a run's last blocks may go.
 
         ``drafts`` are runs of one chain, head first (or of a window group), that are not filed yet
         and compete for room: steps that name them are refusals. Sessions with more than ``share``
-        blocks of their own give way first.
+        blocks of their own, ``incoming`` ones included, give way first.
         """
         drafted_parent: dict[Run, Run | None] = dict.fromkeys(drafts)
         if not drafts or not drafts[0].windowed:
@@ -283,17 +287,13 @@ class Forest:
             return drafted_parent[run] if run in drafted_parent else self.parent(run)
 
         challengers = [draft for draft in drafts if draft.children == 0 and not draft.pinned]
-        over = None if share is None else self._over_share(share, drafts)
+        over = None if share is None else self._over_share(share, incoming)
         return self._order.select(n, half_life, available, parent, challengers, over)
 
-    def _over_share(self, share: int, drafts: Sequence[Run]) -> OverShare | None:
-        """Find the sessions whose own blocks, drafts included, are more than ``share``."""
+    def _over_share(self, share: int, incoming: Mapping[str, int]) -> OverShare | None:
+        """Find the sessions whose own blocks, incoming ones included, are more than ``share``."""
         excess: dict[str | None, int] = dict(self.sessions.over(share))
-        competing: dict[str, int] = {}
-        for draft in drafts:
-            if draft.terms.owner is not None:
-                competing[draft.terms.owner] = competing.get(draft.terms.owner, 0) + len(draft.keys)
-        for session, blocks in competing.items():
+        for session, blocks in incoming.items():
             more = self.sessions.blocks(session) + blocks - share
             if more > 0:
                 excess[session] = more

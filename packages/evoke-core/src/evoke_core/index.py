@@ -23,7 +23,7 @@ from itertools import pairwise
 from attrs import evolve, frozen
 
 from evoke_core.config import EvokeConfig
-from evoke_core.forest import Forest, tail_length
+from evoke_core.forest import NOTHING, Forest, tail_length
 from evoke_core.ghosts import GhostMemory
 from evoke_core.half_life import HalfLife
 from evoke_core.history import History, Past
@@ -233,7 +233,9 @@ class RetentionIndex:
             drafts = self._draft(request, group, missing)
             refused, evicted = self._compete(drafts, shortage, request_id)
         else:
-            evicted = self.evict(shortage, protect=request_id)
+            session = request.tags.session
+            incoming = {session: sum(len(stretch) for _, stretch in missing)} if session else {}
+            evicted = self._make_room(shortage, request_id, incoming)
             shortage -= sum(len(batch.keys) for batch in evicted)
             refused = _cut(missing, shortage)
             drafts = self._draft(request, group, missing)
@@ -330,14 +332,7 @@ class RetentionIndex:
 
     def evict(self, n: int, *, protect: str | None = None) -> list[Evicted]:
         """Drop up to ``n`` blocks, in the order of :meth:`candidates`, and remember their reuse."""
-        if n <= 0:
-            return []
-        self._note_overflow()
-        evicted = []
-        for step in self._select(n, protect, None):
-            evicted.append(self._evict(*step))
-        self._forest.restore()
-        return evicted
+        return self._make_room(n, protect, NOTHING)
 
     # --- views ---
 
@@ -716,7 +711,11 @@ class RetentionIndex:
             self._remember(losing, draft)
             refused.extend(losing)
 
-        for run, count, reason in self._select(shortage, request_id, None, drafts):
+        incoming: dict[str, int] = {}
+        for draft in drafts:
+            if draft.terms.owner is not None:
+                incoming[draft.terms.owner] = incoming.get(draft.terms.owner, 0) + len(draft.keys)
+        for run, count, reason in self._select(shortage, request_id, None, drafts, incoming):
             shortage -= count
             if run in drafted:
                 refuse(run, count)
@@ -730,6 +729,14 @@ class RetentionIndex:
                 refuse(draft, count)
         refused.reverse()
         return refused, evicted
+
+    def _make_room(self, n: int, protect: str | None, incoming: Mapping[str, int]) -> list[Evicted]:
+        if n <= 0:
+            return []
+        self._note_overflow()
+        evicted = [self._evict(*step) for step in self._select(n, protect, None, (), incoming)]
+        self._forest.restore()
+        return evicted
 
     def _evict(self, run: Run, count: int, reason: Reason) -> Evicted:
         last, role, group, reused = run.last, run.role, run.group, run.reused
@@ -778,6 +785,7 @@ class RetentionIndex:
         protect: str | None,
         eligible: Callable[[bytes], bool] | None,
         drafts: Sequence[Run] = (),
+        incoming: Mapping[str, int] = NOTHING,
     ) -> list[Step]:
         request = self._requests.get(protect) if protect is not None else None
 
@@ -790,7 +798,7 @@ class RetentionIndex:
 
         fraction = self.config.max_session_fraction
         share = None if fraction >= 1.0 else int(fraction * self._slots)
-        return self._forest.select(n, self.half_life, limit, drafts, share)
+        return self._forest.select(n, self.half_life, limit, drafts, share, incoming)
 
 
 def _cut(missing: list[tuple[int, list[bytes]]], n: int) -> list[bytes]:

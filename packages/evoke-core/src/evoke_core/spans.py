@@ -8,10 +8,24 @@ Guarantees: what comes out is sorted and disjoint; the cost depends on the numbe
 not on their length.
 """
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 
-from attrs import evolve, frozen
+from attrs import converters, evolve, field, frozen
+
+MIN_PRIORITY = 0.1
+MAX_PRIORITY = 10.0
+_STEPS_PER_DOUBLING = 4
+
+
+def quantise_priority(value: float) -> float:
+    """Clamp to [0.1, 10] and round to the nearest power of 2^(1/4).
+
+    Few distinct priorities keep few rank classes, and with them the cost of finding a victim.
+    """
+    clamped = min(MAX_PRIORITY, max(MIN_PRIORITY, value))
+    return float(2.0 ** (round(_STEPS_PER_DOUBLING * math.log2(clamped)) / _STEPS_PER_DOUBLING))
 
 
 @frozen
@@ -24,7 +38,7 @@ class Span:
     start: int
     end: int
     source_type: str | None = None
-    priority: float | None = None
+    priority: float | None = field(default=None, converter=converters.optional(quantise_priority))
     ttl_s: float | None = None
 
 

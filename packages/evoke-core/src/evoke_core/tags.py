@@ -11,10 +11,8 @@ from typing import Any
 
 from attrs import field, fields, frozen
 
-from evoke_core.spans import Span, in_blocks
+from evoke_core.spans import MAX_PRIORITY, MIN_PRIORITY, Span, in_blocks, quantise_priority
 
-MIN_PRIORITY = 0.1
-MAX_PRIORITY = 10.0
 MIN_SECONDS = 0.001
 MAX_SECONDS = 86_400.0
 """Shortest and longest time of ``ttl_s`` and ``expect_reuse_in_s``."""
@@ -25,17 +23,6 @@ MAX_TEXT = 256
 MAX_SPANS = 32
 MAPPING_KEY = "evoke"
 FLAT_PREFIX = "lmcache.evoke."
-
-_STEPS_PER_DOUBLING = 4
-
-
-def quantise_priority(value: float) -> float:
-    """Clamp to [0.1, 10] and round to the nearest power of 2^(1/4).
-
-    Few distinct priorities keep few rank classes, and with them the cost of finding a victim.
-    """
-    clamped = min(MAX_PRIORITY, max(MIN_PRIORITY, value))
-    return float(2.0 ** (round(_STEPS_PER_DOUBLING * math.log2(clamped)) / _STEPS_PER_DOUBLING))
 
 
 @frozen
@@ -229,8 +216,6 @@ def _read_spans(value: Any, problems: list[TagProblem]) -> list[Span]:
             continue
         said = {tag: given[tag] for tag in given if tag not in ("start", "end")}
         accepted = _read(said, _SPAN, "spans.", problems)
-        if "priority" in accepted:
-            accepted["priority"] = quantise_priority(accepted["priority"])
         spans.append(Span(given["start"], given["end"], **accepted))
     return spans
 
