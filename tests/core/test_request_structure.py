@@ -84,19 +84,14 @@ def test_a_pinned_block_is_no_candidate(policy: str) -> None:
 
 
 def test_what_a_pinned_block_hangs_on_stays_too() -> None:
-    """The head is nobody's pin, but a leaf it is not either."""
-    idx = index(capacity=8, max_pinned_fraction=0.125)  # one block
-    head = store(idx, "x", 1)
-    idx.open("deep", RequestTags(pinned=True), 0.0)
-    idx.insert("deep", [*head, b"x1"])
-    idx.close("deep")
-    assert order(idx) == [b"x1"]  # one pin: the head's
-    idx = index(capacity=8, max_pinned_fraction=0.125)
-    store(idx, "x", 1)
-    idx.open("deep", RequestTags(pinned=True), 0.0)
-    idx.insert("deep", [b"x1"], start=1)
-    idx.close("deep")
-    assert order(idx) == []
+    """The head's own time is over and with it its pin, but a leaf it is not."""
+    idx = index()
+    store(idx, "x", 2, pinned=True, spans=(Span(start=0, end=1, ttl_s=1.0),))
+    plain = store(idx, "plain")
+    pass_time(idx, 1.0)
+    assert (view(idx, b"x0").pinned, view(idx, b"x0").expired) == (False, True)
+    assert order(idx) == plain
+    assert idx.pinned == 1
 
 
 def test_beyond_the_limit_the_deepest_go_unpinned() -> None:
