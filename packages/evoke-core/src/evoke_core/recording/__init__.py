@@ -8,6 +8,7 @@ This package writes files and starts a thread. The rest of ``evoke_core`` (the l
 the policies) does neither, and imports nothing from here.
 """
 
+from evoke_core.recording.explain import Explanation, Stretch, explain, worst
 from evoke_core.recording.reader import (
     Event,
     RecordedRequest,
@@ -20,10 +21,14 @@ from evoke_core.recording.recorder import Recorder
 
 __all__ = [
     "Event",
+    "Explanation",
     "RecordedRequest",
     "Recorder",
     "Recording",
     "RecordingError",
+    "Stretch",
+    "explain",
     "is_recording",
     "read_recording",
+    "worst",
 ]

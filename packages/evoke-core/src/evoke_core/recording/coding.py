@@ -131,7 +131,7 @@ class BlockReader:
         blocks = array("i")
         for first, count in line["b"]:
             if first < 0 or count < 1 or first + count > len(table):
-                raise LookupError("it names blocks that no line brought")
+                raise LookupError("it names blocks of a line that is lost")
             blocks += table[first : first + count]
         if _UNKNOWN in blocks:
             raise LookupError("it names blocks of a line that is lost")

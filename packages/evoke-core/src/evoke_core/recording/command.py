@@ -76,11 +76,13 @@ def _notes(recording: Recording) -> list[str]:
     """Say what the recording cannot tell."""
     notes = recording.bad[:_BAD_LINES_SHOWN]
     if recording.bad:
-        notes.append(f"{recording.name}: {len(recording.bad):,} bad lines skipped")
+        notes.append(f"{recording.name}: {_count(len(recording.bad), 'bad line')} skipped")
     if recording.cut_off:
-        notes.append(f"{recording.name}: {recording.cut_off:,} files end in the middle of a line")
+        files = _count(recording.cut_off, "file")
+        notes.append(f"{recording.name}: cut off in the middle of a line: {files}")
     if recording.lost:
-        notes.append(f"{recording.name}: the recorder could not keep up {recording.lost:,} times")
+        calls = _count(recording.lost, "call")
+        notes.append(f"{recording.name}: {calls} could not be written, and are missing")
     if recording.cut:
         notes.append(f"{recording.name}: its beginning was deleted to make room")
     return notes
@@ -154,7 +156,7 @@ def _fate(stretch: Stretch) -> str:
     if stretch.reason:
         text += f" ({_printable(stretch.reason)})"
     if stretch.age is not None:
-        text += f", last used {stretch.age:,} requests earlier"
+        text += f", last used {_count(stretch.age, 'request')} earlier"
     if stretch.reused is False:
         text += ", never since it was stored"
     return text
@@ -197,6 +199,10 @@ def _duration(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.3g} s"
     return f"{seconds / 60:.3g} min" if seconds < 3600 else f"{seconds / 3600:.3g} h"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' * (number != 1)}"
 
 
 def _printable(text: str) -> str:

@@ -182,9 +182,8 @@ class Recorder:
 
     def _run(self) -> None:
         writer, queue = self._writer, self._queue
-        closing = False
-        while not closing:
-            closing = self._closing.wait(_PAUSE)
+        closing = self._closing.is_set()
+        while True:
             try:
                 writer.refused = self._refused
                 writer.take(queue, hurry=closing)
@@ -193,10 +192,14 @@ class Recorder:
                 if closing:
                     writer.take(queue, hurry=True)
                     writer.finish()
+                    return
             except Exception:  # a defect here must cost a recording, never a server
                 writer.lost += len(queue) + 1
                 queue.clear()
                 logger.warning("recording goes on with a gap", exc_info=True)
+                if closing:
+                    return
+            closing = self._closing.wait(_PAUSE)
 
 
 _Call = tuple[Any, ...]
