@@ -47,7 +47,7 @@ class BlockWriter:
     """Turns keys into stretches of a segment's table."""
 
     def __init__(self) -> None:
-        self._salt = os.urandom(16)
+        self._hash = blake2b(digest_size=ID_BYTES, key=os.urandom(16))
         self._young: dict[bytes, int] = {}
         self._old: dict[bytes, int] = {}
         self._count = 0
@@ -71,7 +71,7 @@ class BlockWriter:
                     if number is None:
                         number = self._count
                         self._count += 1
-                        fresh += blake2b(key, digest_size=ID_BYTES, key=self._salt).digest()
+                        fresh += self._id(key)
                     self._young[key] = number
                 numbers[at] = number
                 if done % _HASHED_AT_ONCE == 0:
@@ -82,6 +82,11 @@ class BlockWriter:
         if fresh:
             part["h"] = [base, base64.b64encode(fresh).decode()]
         return part
+
+    def _id(self, key: bytes) -> bytes:
+        hash_ = self._hash.copy()  # cheaper than setting up the key each time
+        hash_.update(key)
+        return hash_.digest()
 
 
 def _stretches(numbers: Sequence[int]) -> list[list[int]]:
