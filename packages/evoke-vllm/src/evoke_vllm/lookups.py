@@ -59,9 +59,12 @@ class Lookups:
         self._requests[request_id] = Request(request_id, tags)
 
     def named(self, request_id: str, keys: list[bytes], first: bytes | None) -> None:
-        """A request named its blocks in the group; ``first`` if it looked them up just before."""
+        """A request named its blocks in the group, having looked them up from ``first`` on.
+
+        None if it looked nothing up: the GPU has got all of them meanwhile.
+        """
         request = self._requests.get(request_id)
-        if request is not None and (first is not None or request.keys is None):
+        if request is not None:
             request.keys = keys
             request.first = first
 
