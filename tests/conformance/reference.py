@@ -307,11 +307,14 @@ class ReferenceIndex:
         expires, terms = math.inf, Terms()
         if request.now is not None and ttl_s is not None:
             expires = request.now + ttl_s
-        promised = [] if ttl_s is None else [ttl_s]
+        promises = []  # (how long the block is to hold, what was promised), in seconds
         if tags.expect_reuse_in_s is not None:
-            promised.append(SLACK * tags.expect_reuse_in_s)
-        if request.now is not None and promised:
-            terms = Terms(max(promised) * request.pace, request.now + max(promised))
+            promises.append((SLACK * tags.expect_reuse_in_s, tags.expect_reuse_in_s))
+        if ttl_s is not None:
+            promises.append((ttl_s, ttl_s))
+        if request.now is not None and promises:
+            holds, promised = max(promises)
+            terms = Terms(promised * request.pace, request.now + holds)
         return Said(role, priority, expires, terms)
 
     def _is_open(self, tick: int) -> bool:
@@ -535,13 +538,17 @@ class ReferenceIndex:
         del self.blocks[key]
         return True
 
-    def evict(self, n: int, *, protect: str | None = None) -> list[Batch]:
-        """Measure the turnover once, then drop the candidates and remember them."""
+    def evict(self, n: int, *, protect: str | None = None, incoming: int = 0) -> list[Batch]:
+        """Measure the turnover once, then drop the candidates and remember them.
+
+        So many blocks of the request `protect` wait to come in for them.
+        """
         if n <= 0:
             return []
         self.note_full()
         self._measure_turnover()
-        return [self._evict(key, reason) for key, reason in self._plan(n, protect=protect)]
+        plan = self._plan(n, protect=protect, incoming=incoming)
+        return [self._evict(key, reason) for key, reason in plan]
 
     def _measure_turnover(self) -> None:
         if self._inserted_since_mark < len(self.blocks):
@@ -664,6 +671,7 @@ class ReferenceIndex:
         *,
         protect: str | None = None,
         drafts: Sequence[Block] = (),
+        incoming: int = 0,
     ) -> list[tuple[bytes, str]]:
         """Take the lowest leaf out of a copy of the pool, n times; say why it was the lowest.
 
@@ -672,6 +680,8 @@ class ReferenceIndex:
         """
         left = dict(self.blocks)
         offered = list(drafts)
+        request = self.requests.get(protect) if protect is not None else None
+        to_come = [None if request is None else request.tags.session] * incoming
         chosen: list[tuple[bytes, str]] = []
         while len(chosen) < n:
             windowed = any(draft.group in self.rules.window_groups for draft in offered)
@@ -688,7 +698,7 @@ class ReferenceIndex:
             ] + [draft for draft in competing if not draft.pin]
             if not evictable:
                 break
-            owned = Counter(block.owner for block in [*left.values(), *offered])
+            owned = Counter([b.owner for b in [*left.values(), *offered]] + to_come)
             ranked = {block.key: self._rank(block, owned) for block in evictable}
             victim = min(evictable, key=lambda block: ranked[block.key])
             if victim in offered:
@@ -822,7 +832,8 @@ class ReferenceLedger:
         if self.index.learner is not None:
             names, batches = self._compete(request_id, wanted, group, free)
         else:
-            batches = self.index.evict(len(wanted) - free, protect=request_id)
+            n = len(wanted) - free
+            batches = self.index.evict(n, protect=request_id, incoming=len(wanted))
             admitted = wanted[: self.capacity - len(self.index)]
             for position, key in admitted:
                 self.index.insert(request_id, [key], group=group, start=position)

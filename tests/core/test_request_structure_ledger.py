@@ -275,10 +275,7 @@ def test_what_one_does_not_want_stored_another_may_store() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_flooding_session_does_not_displace_the_others(policy: str) -> None:
-    """Half of the pool is a session's share; the flood is popular, so that it ranks high.
-
-    Where new blocks do not compete, a share is exceeded by what one request brings, here four.
-    """
+    """Half of the pool is a session's share; the flood is popular, so that it ranks high."""
     left = {}
     for fraction in (1.0, 0.5):
         pool = ledger(16, policy, max_session_fraction=fraction)
@@ -287,8 +284,8 @@ def test_a_flooding_session_does_not_displace_the_others(policy: str) -> None:
             for _ in range(4):
                 ask(pool, chain(f"flood{at // 4}-", 4), session="flood")
         left[fraction] = len(resident(pool, quiet))
-    assert left[0.5] == (8 if policy == "adaptive" else 4)
-    assert left[1.0] < left[0.5]
+    assert left[0.5] == 8
+    assert left[1.0] < 8
 
 
 def test_a_decision_says_that_the_share_was_the_reason() -> None:
@@ -305,20 +302,19 @@ def test_a_decision_says_that_the_share_was_the_reason() -> None:
     ]
 
 
-def test_a_share_counts_what_competes_for_admission() -> None:
-    """adaptive: a session exactly at its share that offers more gives its own for it."""
-    for session, gone in (("s", b"s00"), ("new", b"old0")):
-        pool = ledger(8, "adaptive", max_session_fraction=0.5)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_share_counts_what_waits_to_come_in(policy: str) -> None:
+    """A session exactly at its share that offers one block more gives one of its own for it."""
+    for session, gone, reason in (("s", b"s00", "session share"), ("new", b"old0", "capacity")):
+        pool = ledger(8, policy, max_session_fraction=0.5)
         store(pool, "old", 1)
         for at in range(4):
             store(pool, f"s{at}", session="s")
         for at in range(3):
             store(pool, f"t{at}")
-        stored, evicted = ask(pool, [b"x"], session=session)
-        assert (stored, evicted) in (([b"x"], [gone]), ([], []))
-        if not stored:
-            reasons = refusals(pool)
-            assert reasons[-1] == ([b"x"], "no room")
+        pool.drain_decisions()
+        assert ask(pool, [b"x"], session=session) == ([b"x"], [gone])
+        assert [each.reason for each in evictions(pool)] == [reason]
 
 
 # --- spans ----------------------------------------------------------------------------------------
