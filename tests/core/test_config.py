@@ -19,6 +19,10 @@ KEYS = (
     "source_floors",
     "policy",
     "ghost_factor",
+    "max_pinned_fraction",
+    "max_session_fraction",
+    "record_trace",
+    "record_trace_mib",
 )
 VARIABLES = {
     "EVOKE_W_RECENCY": "w_recency",
@@ -28,6 +32,9 @@ VARIABLES = {
     "EVOKE_RECENCY_HALF_LIFE": "recency_half_life",
     "EVOKE_POLICY": "policy",
     "EVOKE_GHOST_FACTOR": "ghost_factor",
+    "EVOKE_MAX_PINNED_FRACTION": "max_pinned_fraction",
+    "EVOKE_MAX_SESSION_FRACTION": "max_session_fraction",
+    "EVOKE_RECORD_TRACE_MIB": "record_trace_mib",
 }
 
 
@@ -53,6 +60,10 @@ def test_defaults() -> None:
     assert config.source_floors == {"system": 0.6, "user": 0.6, "assistant": 0.5}
     assert config.policy == "adaptive"
     assert config.ghost_factor == 4
+    assert config.max_pinned_fraction == 0.25
+    assert config.max_session_fraction == 1.0
+    assert config.record_trace is None
+    assert config.record_trace_mib == 256
 
 
 @pytest.mark.parametrize(
@@ -96,6 +107,10 @@ def test_every_key_is_taken_from_the_mapping() -> None:
         "source_floors": {"tool": 0.25},
         "policy": "lru",
         "ghost_factor": 2,
+        "max_pinned_fraction": 0.5,
+        "max_session_fraction": 0.125,
+        "record_trace": "afternoon.gz",
+        "record_trace_mib": 1.5,
     }
     assert set(given_values) == set(KEYS)
     config = load(given_values)
@@ -116,6 +131,10 @@ WRONG = [
         {"user": math.nan}, {3: 0.5}, {"user": None})],
     *[("policy", value) for value in ("LRU", "arc", "", None, 3, ["lru"])],
     *[("ghost_factor", value) for value in (-1, "many", None, True, math.nan, math.inf)],
+    *[("max_pinned_fraction", value) for value in (-0.1, 1.1, "0.5", None, True, math.nan)],
+    *[("max_session_fraction", value) for value in (0, -0.1, 1.1, "off", None, False, math.nan)],
+    *[("record_trace", value) for value in ("", 3, True, ["a"], b"a")],
+    *[("record_trace_mib", value) for value in (0.5, -1, "1", None, True, math.nan, math.inf)],
 ]  # fmt: skip
 
 
@@ -208,6 +227,8 @@ def test_the_environment_wins(variable: str, key: str) -> None:
     text, value = ("lru", "lru") if key == "policy" else ("0.25", 0.25)
     others = dict.fromkeys({"w_recency", "w_reuse"} - {key}, 0.0)
     mapping = others | {key: "scored" if key == "policy" else 0.5}
+    if key == "record_trace_mib":
+        text, value, mapping = "2.5", 2.5, others | {key: 4}
     assert getattr(load(mapping, **{variable: text}), key) == value
     assert getattr(load(others, **{variable: text}), key) == value
 
@@ -225,6 +246,32 @@ def test_a_variable_that_wins_is_the_one_to_blame() -> None:
     assert "'much'" in message
     assert "environment" in message
     assert "from evoke)" not in message
+
+
+def test_a_recording_from_the_environment() -> None:
+    config = load({"record_trace": "here"}, EVOKE_RECORD_TRACE="there/1.gz")
+    assert config.record_trace == "there/1.gz"
+    assert load(EVOKE_RECORD_TRACE="7").record_trace == "7"
+    message = refusal(EVOKE_RECORD_TRACE="")
+    assert "EVOKE_RECORD_TRACE" in message
+    assert "allowed" in message
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("max_pinned_fraction", 0),
+        ("max_pinned_fraction", 1),
+        ("max_session_fraction", 1),
+        ("max_session_fraction", 1e-6),
+        ("record_trace_mib", 1),
+        ("record_trace", None),
+    ],
+)
+def test_the_ends_of_a_range_are_allowed(key: str, value: object) -> None:
+    config = load({key: value})
+    assert getattr(config, key) == value
+    assert config.policy == "adaptive", "limits choose no policy"
 
 
 def test_auto_half_life_from_the_environment() -> None:
