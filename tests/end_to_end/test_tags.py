@@ -61,9 +61,10 @@ def test_without_tags_a_scan_takes_everything(tier: Tier) -> None:
 def test_what_keeps_a_context(tier: Tier, tags: dict[str, Any]) -> None:
     assert survives(tier, tags) == CONTEXT
     tier.reset()
-    flat = {f"lmcache.evoke.{tag}": json.dumps(value) for tag, value in tags.items()}
-    if "source_type" in tags:
-        flat = {"lmcache.evoke.source_type": tags["source_type"]}
+    flat: dict[str, Any] = {
+        f"lmcache.evoke.{tag}": value if isinstance(value, str) else json.dumps(value)
+        for tag, value in tags.items()
+    }
     assert survives(tier, **flat) == CONTEXT
 
 

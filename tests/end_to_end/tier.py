@@ -25,7 +25,7 @@ GPU = 13  # one is the engine's own: one request, and a bit of the one before
 BLOCK_BYTES = 2 * 2 * 2 * 32 * 4 * BLOCK  # keys, values; layers, heads, head size, float32
 
 Prompt = list[int]
-Samples = Mapping[tuple[tuple[str, str], ...], float]
+Samples = dict[tuple[tuple[str, str], ...], float]
 """A metric's values by their labels, (name, value) pairs."""
 
 
@@ -73,7 +73,7 @@ class Tier:
 
     def metrics(self) -> dict[str, Samples]:
         """Every metric's values by its labels, without those that all of the server's have."""
-        found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
+        found: dict[str, Samples] = {}
         text = httpx.get(f"{self.url}/metrics", timeout=30).raise_for_status().text
         for family in text_string_to_metric_families(text):
             found.setdefault(family.name, {})

@@ -218,6 +218,8 @@ class EvokeOffloadingManager(OffloadingManager):
     @override
     def get_stats(self) -> OffloadingConnectorStats:
         self._drain()
+        if self._recorder is not None:
+            self._metrics.recording_dropped(self._recorder.lost)
         stats = OffloadingConnectorStats()
         ledger = self._metrics.flush(stats)
         in_transfer = (ledger.pending + ledger.held) / ledger.capacity if ledger.capacity else 0.0
@@ -250,7 +252,6 @@ class EvokeOffloadingManager(OffloadingManager):
             self._events.extend(decisions)
         if self._recorder is not None:
             self._recorder.decisions(decisions, request_id)
-            self._metrics.recording_dropped(self._recorder.lost)
 
     def _settled(self, request: Request, start: int, found: int) -> None:
         """It is known what a request found from position ``start`` of its prompt on."""

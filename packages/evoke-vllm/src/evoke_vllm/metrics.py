@@ -12,8 +12,10 @@ Counts are in blocks of the tier unless a name says otherwise. Times are in requ
 in EVOKE: an age of 40 means that 40 requests have come since.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from itertools import accumulate
+from typing import Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadingConnectorStats,
@@ -258,22 +260,20 @@ class _Thinned:
     """
 
     def __init__(self) -> None:
-        self._values: list[int] = []
+        self._taken: dict[int, int] = {}  # observations by value
         self._since = BLOCKS_PER_OBSERVATION - 1
 
     def add(self, value: int, blocks: int) -> None:
         taken, self._since = divmod(self._since + blocks, BLOCKS_PER_OBSERVATION)
         if taken:
-            self._values += [value] * min(taken, MAX_OBSERVATIONS)
-            if len(self._values) > 16 * MAX_OBSERVATIONS:
-                self._values = _evenly(self._values)
+            self._taken[value] = self._taken.get(value, 0) + taken
 
     def take(self) -> list[int]:
-        values, self._values = self._values, []
-        return values if len(values) <= MAX_OBSERVATIONS else _evenly(values)
-
-
-def _evenly(values: list[Any]) -> list[Any]:
-    """Return ``MAX_OBSERVATIONS`` of the values, spread over their order of size."""
-    values.sort()
-    return [values[at * len(values) // MAX_OBSERVATIONS] for at in range(MAX_OBSERVATIONS)]
+        """Return the observations since the last call, thinned out evenly if there are many."""
+        if not self._taken:
+            return []
+        values = sorted(self._taken)
+        ends = list(accumulate(self._taken[value] for value in values))
+        shown = min(ends[-1], MAX_OBSERVATIONS)
+        self._taken = {}
+        return [values[bisect_right(ends, at * ends[-1] // shown)] for at in range(shown)]
