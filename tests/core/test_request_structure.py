@@ -491,6 +491,7 @@ def test_an_index_refuses_to_admit_for_who_wants_nothing_stored() -> None:
     for no_store in (False, True):
         idx = index()
         idx.open("a", RequestTags(no_store=no_store), 0.0)
+        idx.touch("a", chain("x", 2))
         got = idx.admit("a", chain("x", 2), 8)
         assert got.added == ([] if no_store else chain("x", 2))
         assert got.refused == (chain("x", 2) if no_store else [])

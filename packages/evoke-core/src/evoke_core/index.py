@@ -219,9 +219,9 @@ class RetentionIndex:
 
         Where room is short, the lowest-ranked leaves go. Under a policy that admits, the new blocks
         compete; under any other they are refused only when nothing is left to evict. Refusals come
-        from the tail of the chain, and the request's own chain stays.
+        from the tail of the chain, and the request's own chain stays. The request must have touched
+        ``keys`` before: what it never named is neither added nor refused.
         """
-        self.touch(request_id, keys, group=group, start=start)
         request = self._requests.get(request_id)
         if request is None or request.tags.no_store:
             return Admission([], [key for key in keys if key not in self._runs], [])
