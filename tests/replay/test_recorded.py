@@ -144,7 +144,12 @@ def one_by_one(draw: st.DrawFn) -> list[dict[str, Any]]:
 
 
 @settings(max_examples=150)
-@given(one_by_one(), st.integers(1, 9), st.integers(1, 12), st.sampled_from(["lru", "scored"]))
+@given(
+    one_by_one(),
+    st.integers(1, 9),
+    st.integers(1, 12),
+    st.sampled_from(["lru", "scored", "adaptive"]),
+)
 def test_another_size_finds_what_a_server_of_that_size_would_have(
     tmp_path_factory: pytest.TempPathFactory,
     requests: list[dict[str, Any]],

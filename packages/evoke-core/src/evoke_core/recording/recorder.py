@@ -48,6 +48,8 @@ _PAUSE = 0.25  # seconds between two looks at the queue
 _BATCH_BYTES = 1 << 16
 _TURN = 0.0005  # seconds of work before other threads get a turn of as long
 _RETRY = 5.0  # seconds after which a file that failed is tried again
+_PART = 16  # where this part of what may be queued is, turns are ...
+_LONGER = 10  # ... so many times as long
 _CHECK = 1.0  # seconds between two looks whether the file is still there
 
 
@@ -182,15 +184,14 @@ class Recorder:
 
     def _run(self) -> None:
         writer, queue = self._writer, self._queue
-        closing = self._closing.is_set()
+        closing = False
         while True:
             try:
                 writer.refused = self._refused
-                writer.take(queue, hurry=closing)
-                while not closing and not queue and writer.tidy():
+                writer.take(queue, self._turn)
+                while not closing and writer.tidy() and not queue:
                     closing = self._closing.wait(_TURN)
-                if closing:
-                    writer.take(queue, hurry=True)
+                if closing and not queue:
                     writer.finish()
                     return
             except Exception:  # a defect here must cost a recording, never a server
@@ -199,8 +200,22 @@ class Recorder:
                 logger.warning("recording goes on with a gap", exc_info=True)
                 if closing:
                     return
-            closing = self._closing.wait(_PAUSE)
+            closing = self._closing.wait(0.0 if queue else _PAUSE)
 
+    def _turn(self) -> float:
+        """Return for how long the thread may work before it lets others.
+
+        A thread that sleeps gets the interpreter back only when a busy one has had it for a while,
+        so where the queue grows, turns have to be longer.
+        """
+        if self._closing.is_set():
+            return float("inf")
+        waiting = self._put - self._writer.taken
+        pressing = len(self._queue) > MAX_QUEUED // _PART or waiting > MAX_QUEUED_BLOCKS // _PART
+        return _TURN * _LONGER if pressing else _TURN
+
+
+_to_json = json.JSONEncoder(separators=(",", ":"), default=str, skipkeys=True).encode
 
 _Call = tuple[Any, ...]
 """Kind, time, number of blocks named, and what the kind needs."""
@@ -269,12 +284,14 @@ class _Writer:
     def path(self) -> Path:
         return self._files.path
 
-    def take(self, queue: deque[_Call], *, hurry: bool) -> None:
-        """Write the calls in the queue, with pauses for other threads unless in a hurry."""
+    def take(self, queue: deque[_Call], turn: Callable[[], float]) -> None:
+        """Write the calls in the queue, for a second at most.
+
+        ``turn`` says how many seconds to work before other threads get one.
+        """
         self._prepare()
-        turn = time.perf_counter()
-        written = turn
-        while queue:
+        began = written = paused = time.perf_counter()
+        while queue and paused - began < 1.0:
             call = queue.popleft()
             try:
                 self._call(call)
@@ -287,9 +304,9 @@ class _Writer:
             if self._pending >= _BATCH_BYTES or at - written > _PAUSE:
                 self._flush()
                 written = at
-            if not hurry and at - turn > _TURN:
+            if at - paused > turn():
                 time.sleep(_TURN)
-                turn = time.perf_counter()
+                paused = time.perf_counter()
         lost = self.lost + self.refused
         if lost > self._reported and self._files.ready:
             self._line({"t": self._time(self._clock()), "k": "lost", "n": lost - self._reported})
@@ -460,7 +477,7 @@ class _Writer:
         return request
 
     def _line(self, line: Mapping[str, Any]) -> None:
-        data = json.dumps(line, separators=(",", ":"), default=str, skipkeys=True).encode() + b"\n"
+        data = _to_json(line).encode() + b"\n"
         self._lines.append(data)
         self._pending += len(data)
 

@@ -119,6 +119,11 @@ class TraceBuilder:
         """Per block so far, the block before it, or ``HEAD``."""
         return self._parents
 
+    @property
+    def blocks(self) -> int:
+        """Blocks so far."""
+        return len(self._parents)
+
     def extend(self, block: int, contents: Iterable[Hashable]) -> list[int]:
         """Return the numbers of the blocks with these contents behind ``block`` (or ``HEAD``).
 

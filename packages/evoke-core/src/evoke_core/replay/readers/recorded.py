@@ -50,10 +50,12 @@ def as_trace(recording: Recording) -> RecordedTrace:
 class _Request:
     """One request of the replayed group, as far as the events have told.
 
-    ``chain`` are the trace's numbers of its blocks, ``length`` its prompt's part of them.
+    ``blocks`` are the recording's numbers of its blocks, ``chain`` the trace's, ``length`` its
+    prompt's part of them.
     """
 
     order: int = NOBODY
+    blocks: "array[int]" = field(factory=lambda: array("i"))
     chain: list[int] = field(factory=list)
     length: int = 0
     served: bool = False
@@ -73,7 +75,7 @@ class _Builder:
         self._tokens: list[int | None] = []
         self._times = array("d")
         self._events: list[tuple[int, int, int, int]] = []
-        self._seen = bytearray()  # per block of the trace: in a prompt or offered before
+        self._placed = array("i", [HEAD]) * recording.blocks  # recorded block -> the trace's
         self._asked: set[int] = set()
         self._returning = 0
 
@@ -105,16 +107,18 @@ class _Builder:
         if request.served or event.start:  # a prompt without its head cannot be placed
             return
         request.served = True
-        request.chain = chain = self._builder.extend(HEAD, event.blocks)
+        request.blocks = event.blocks[:]
+        before = self._builder.blocks
+        request.chain = chain = self._place(HEAD, event.blocks)
         request.length = len(chain)
+        self._returning += len(chain) - (self._builder.blocks - before)
+        self._asked.update(chain)
         self._served.append(event.request)
         device = min(event.tier_start, len(chain))
         self._device.append(device)
         self._found.append(min(event.found, len(chain) - device))
         self._tokens.append(event.tokens)
         self._times.append(event.time)
-        self._returning += self._see(chain)
-        self._asked.update(chain)
         self._events.append((SERVE, event.request, 0, 0))
 
     def _offer(self, event: Event) -> None:
@@ -122,24 +126,29 @@ class _Builder:
         known, start = len(request.chain), event.start
         if not request.served or start > known or not event.blocks:
             return  # nothing says what comes before these blocks
-        parent = request.chain[start - 1] if start else HEAD
-        offered = self._builder.extend(parent, event.blocks)
-        overlap = min(known - start, len(offered))
-        if request.chain[start : start + overlap] != offered[:overlap]:
+        overlap = min(known - start, len(event.blocks))
+        if request.blocks[start : start + overlap] != event.blocks[:overlap]:
             return  # not its prompt's blocks: an engine that corrects itself
-        request.chain += offered[overlap:]
-        self._see(offered)
-        self._events.append((OFFER, event.request, start, start + len(offered)))
+        beyond = event.blocks[overlap:]
+        if beyond:
+            request.blocks += beyond
+            request.chain += self._place(request.chain[-1] if request.chain else HEAD, beyond)
+        self._events.append((OFFER, event.request, start, start + len(event.blocks)))
 
-    def _see(self, chain: list[int]) -> int:
-        """Mark blocks as seen; return how many were before."""
-        if chain:
-            self._seen.extend(bytes(max(0, max(chain) + 1 - len(self._seen))))
-        before = 0
-        for block in chain:
-            before += self._seen[block]
-            self._seen[block] = 1
-        return before
+    def _place(self, parent: int, blocks: "array[int]") -> list[int]:
+        """Return the trace's numbers of recorded blocks behind ``parent``, making what is new."""
+        placed, parents = self._placed, self._builder.parents
+        known = [placed[block] for block in blocks]
+        end = known.index(HEAD) if HEAD in known else len(known)
+        chain = known[:end]
+        # A recorded block stands for all that precedes it: what is known has its place. See to it.
+        if [parent, *chain[:-1]][:end] != [parents[number] for number in chain]:
+            chain, end = [], 0
+        fresh = blocks[end:]
+        chain += self._builder.extend(chain[-1] if chain else parent, fresh)
+        for block, number in zip(fresh, chain[end:], strict=True):
+            placed[block] = number
+        return chain
 
     def _trace(self) -> RecordedTrace:
         """Number the requests in the order in which they were served, the others behind them."""
