@@ -6,7 +6,7 @@ import click
 from rich.table import Table as RichTable
 
 from bench import ROOT
-from bench.demo.report import Table, answers_line, make_table
+from bench.demo.report import Table, answers_line, make_table, role_lines
 from bench.demo.results import Run
 from bench.demo.run import Plan, run_plan
 from bench.demo.trace import ORDERS, load_trace
@@ -41,7 +41,7 @@ def _parse_arms(ctx: click.Context, param: click.Parameter, value: str) -> list[
     help="Longest call of a trace that is replayed.",
 )
 @click.option("--trace-order", type=click.Choice(ORDERS), default=ORDERS[0], show_default=True)
-@click.option("--tags", is_flag=True, help="Tag hot contexts as an agent client would.")
+@click.option("--tags/--no-tags", default=True, help="Say whose text is whose.  [default: tags]")
 @click.option(
     "--arms", callback=_parse_arms, default=",".join(ARMS), show_default=True, help="In order."
 )
@@ -68,8 +68,8 @@ def main(
     Arms run one after the other with the same small GPU pool and the same tier budget, except
     the reference, which has room for everything. Results go to JSON files, one per arm and seed.
     """
-    if trace is not None and (tie or tags or seeds > 1):
-        raise UsageProblem("--trace replays one recording: it takes no --tie, --tags or --seeds")
+    if trace is not None and (tie or not tags or seeds > 1):
+        raise UsageProblem("--trace replays one recording: it takes no --tie, --no-tags, --seeds")
     if trace is not None and not trace.is_file():
         raise UsageProblem(f"--trace: file not found: {trace}")
     if port is not None:
@@ -122,11 +122,17 @@ def _announce(workloads: list[Workload], reporter: Reporter) -> None:
 
 
 def _conclude(runs: list[Run], workload: Workload, results: Path, reporter: Reporter) -> None:
-    table = make_table(runs, {name: arm.title for name, arm in ARMS.items()})
+    titles = {name: arm.title for name, arm in ARMS.items()}
+    table = make_table(runs, titles)
     (results / f"{workload.name}.md").write_text(table.markdown() + "\n")
     reporter.console.print(_rich(table))
+    for line in role_lines(runs, titles):
+        reporter.say(line)
     reporter.say(answers_line(runs))
     reporter.say(f"results: {results}")
+    for recording in (results / run.recording_name for run in runs):
+        if recording.exists():
+            reporter.say(f"recorded, for evoke replay and evoke explain: {recording}")
 
 
 def _rich(table: Table) -> RichTable:

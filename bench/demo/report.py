@@ -5,7 +5,8 @@ prompt tokens that were not in the GPU pool (the question at a prompt's end coun
 so 100% cannot be reached). Prefill tokens avoided were found in the GPU pool or restored.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
@@ -108,6 +109,26 @@ def make_table(runs: Sequence[Run], titles: dict[str, str]) -> Table:
         if arm_runs := [run for run in runs if run.arm == arm]:
             lines.append((title, *(_cell(column, arm_runs) for column in columns)))
     return Table(("arm", *(column.header for column in columns)), tuple(lines))
+
+
+def role_lines(runs: Sequence[Run], titles: Mapping[str, str]) -> list[str]:
+    """Say for each arm whose tier tells it what the requests got by source role, all seeds."""
+    lines = []
+    for arm, title in titles.items():
+        asked: Counter[str] = Counter()
+        found: Counter[str] = Counter()
+        for run in runs:
+            if run.arm == arm:
+                asked.update({role: counts[0] for role, counts in run.by_role.items()})
+                found.update({role: counts[1] for role, counts in run.by_role.items()})
+        shares = [
+            f"{role} {found[role] / asked[role]:.0%} ({found[role]:,} of {asked[role]:,} blocks)"
+            for role in sorted(asked)
+            if asked[role]
+        ]
+        if shares:
+            lines.append(f"{title}, restore hits by source role: {', '.join(shares)}")
+    return lines
 
 
 def answers_line(runs: Sequence[Run], reference: str = "reference") -> str:

@@ -8,7 +8,7 @@ import json
 import os
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Self
@@ -45,7 +45,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Run:
-    """One arm, one seed: the rows in the order they were sent, and what they ran on."""
+    """One arm, one seed: the rows in the order they were sent, and what they ran on.
+
+    `by_role`: by source role, blocks that the tier was asked for and that it restored, as its own
+    metrics tell; empty where there are none.
+    """
 
     arm: str
     workload: str
@@ -58,11 +62,17 @@ class Run:
     machine: Mapping[str, Any]
     notes: tuple[str, ...]
     rows: tuple[Row, ...]
+    by_role: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def file_name(self) -> str:
         """Return the name this run is saved under."""
         return f"{self.workload}-{self.arm}-seed{self.seed}.json"
+
+    @property
+    def recording_name(self) -> str:
+        """Return the name of what the server recorded, if its tier does that."""
+        return f"{self.workload}-{self.arm}-seed{self.seed}.recording.jsonl"
 
     def save(self, folder: Path) -> Path:
         """Write the run into `folder` and return the file; an older one is replaced."""
@@ -81,6 +91,8 @@ class Run:
             rows = content.pop("rows")
             content["rows"] = tuple(Row(**{**r, "token_ids": tuple(r["token_ids"])}) for r in rows)
             content["notes"] = tuple(content["notes"])
+            by_role = content.get("by_role", {}).items()
+            content["by_role"] = {role: (asked, found) for role, (asked, found) in by_role}
             return cls(**content)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise BenchError(f"{path} is not a result of this demo: {error}") from None

@@ -54,8 +54,13 @@ def kv_bytes_per_token(model: Path, bytes_per_value: int = 4) -> int:
     return tokens
 
 
-def server_config(arm: Arm, workload: Workload, model: Path) -> ServerConfig:
-    """Return what `arm` is served with: the workload's small pool, or one that never evicts."""
+def server_config(
+    arm: Arm, workload: Workload, model: Path, recording: Path | None = None
+) -> ServerConfig:
+    """Return what `arm` is served with: the workload's small pool, or one that never evicts.
+
+    `recording`: where a tier that can record does so.
+    """
     block_bytes = kv_bytes_per_token(model) * BLOCK_SIZE
     gpu_blocks = workload.gpu_blocks
     if arm.spec is None:
@@ -66,18 +71,24 @@ def server_config(arm: Arm, workload: Workload, model: Path) -> ServerConfig:
         max_model_len=workload.max_model_len,
         block_size=BLOCK_SIZE,
         kv_space_gib=max(4, -(-gpu_blocks * block_bytes // _GIB)),
-        kv_transfer=arm.kv_transfer(workload.tier_blocks * block_bytes),
+        kv_transfer=arm.kv_transfer(workload.tier_blocks * block_bytes, recording),
+        options=("--shutdown-timeout", "5"),  # seconds in which the engine may end what it does
     )
 
 
 def _run_arm(arm: Arm, workload: Workload, plan: Plan, reporter: Reporter) -> Run:
     config = server_config(arm, workload, plan.model)
-    log = plan.results / "logs" / f"{workload.name}-{arm.name}-seed{workload.seed}.log"
+    name = f"{workload.name}-{arm.name}-seed{workload.seed}"
+    recording = (plan.results / f"{name}.recording.jsonl").absolute()
+    for older in plan.results.glob(f"{recording.name}*"):  # it would be gone on with
+        older.unlink()
+    recorded = server_config(arm, workload, plan.model, recording)
+    log = plan.results / "logs" / f"{name}.log"
     label = f"seed {workload.seed}, arm {arm.name} ({arm.title})"
     rows = []
     with ExitStack() as stack:
         with reporter.waiting(f"{label}: booting the server") as on_wait:
-            server = stack.enter_context(running(config, log, port=plan.port, on_wait=on_wait))
+            server = stack.enter_context(running(recorded, log, port=plan.port, on_wait=on_wait))
         client = stack.enter_context(Client(server))
         with reporter.counting(f"{label}: requests", len(workload.calls)) as advance:
             started = time.perf_counter()
@@ -85,6 +96,7 @@ def _run_arm(arm: Arm, workload: Workload, plan: Plan, reporter: Reporter) -> Ru
                 rows.append(_send(client, call))
                 advance()
             wall_s = time.perf_counter() - started
+        by_role = client.tier_by_role()
     run = Run(
         arm=arm.name,
         workload=workload.name,
@@ -97,6 +109,7 @@ def _run_arm(arm: Arm, workload: Workload, plan: Plan, reporter: Reporter) -> Ru
         machine=machine(),
         notes=workload.notes,
         rows=tuple(rows),
+        by_role=by_role,
     )
     run.save(plan.results)
     return run

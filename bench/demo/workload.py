@@ -4,8 +4,10 @@ An agent platform serves a few long-lived contexts (instructions, tools, a repos
 again and again while other documents pass through once. So: a set of hot contexts is asked about
 once per loop, and between them come cold contexts, new ones in every loop, each asked for once
 (a scan). Every loop is shuffled anew. All contexts have the same length, and no two share a
-block, so nothing but the time and the number of uses tells hot from cold: the requests carry no
-tags unless asked to, and a policy has to find out by itself.
+block. Requests say whose text they are, as an agent's client would: a hot context is the system
+prompt in front of a user's question, a cold one what a user pasted. In so short a run that moves
+nothing: the default policy believes a role as far as it has proven true. The time and the number of
+uses tell hot from cold, and a policy has to find out by itself.
 
 Why these numbers. 3 hot and 5 cold contexts of 12 blocks (384 tokens) in 6 loops keep one seed
 within minutes on two cores. 33 GPU blocks (one is the engine's own) hold the running request and
@@ -86,8 +88,8 @@ HOT_COLD = Shape("hot-cold", hot=3, cold=5, tier_factor=1.6, cold_returns=False)
 TIE = Shape("tie", hot=6, cold=6, tier_factor=2.6, cold_returns=True)
 
 
-def make_workload(shape: Shape, seed: int, encode: Encode, *, tags: bool = False) -> Workload:
-    """Return the shape's calls for one seed; with `tags`, hot contexts are tagged as `system`."""
+def make_workload(shape: Shape, seed: int, encode: Encode, *, tags: bool = True) -> Workload:
+    """Return the shape's calls for one seed; with `tags`, they say whose text they are."""
     rng = random.Random(seed)
     contexts: dict[str, list[int]] = {}
     calls = []
@@ -101,7 +103,7 @@ def make_workload(shape: Shape, seed: int, encode: Encode, *, tags: bool = False
             if name not in contexts:
                 contexts[name] = make_context(rng, name, shape.context_tokens, encode)
             prompt = contexts[name] + encode(make_question(rng))
-            params = {"evoke": {"source_type": "system"}} if tags and kind == "hot" else None
+            params = {"evoke": roles(kind, shape.context_tokens)} if tags else None
             calls.append(Call(name, kind, loop, tuple(prompt), kv_transfer_params=params))
     hot_blocks = shape.hot * shape.context_tokens // BLOCK_SIZE
     return Workload(
@@ -113,6 +115,14 @@ def make_workload(shape: Shape, seed: int, encode: Encode, *, tags: bool = False
         max_model_len=shape.max_model_len,
         parameters={**asdict(shape), "tags": tags},
     )
+
+
+def roles(kind: str, context_tokens: int) -> dict[str, Any]:
+    """Return the tags of a request about a context: all is the user's but a system prompt."""
+    tags: dict[str, Any] = {"source_type": "user"}
+    if kind == "hot":
+        tags["spans"] = [{"start": 0, "end": context_tokens, "source_type": "system"}]
+    return tags
 
 
 def unique_blocks(prompts: Iterable[Sequence[int]]) -> int:

@@ -11,30 +11,41 @@ arms copy blocks with evoke-vllm's host-memory worker: only the policy differs b
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 
 @dataclass(frozen=True)
 class Arm:
-    """A named way to serve; `spec` is the tier's spec class and module, None for no tier."""
+    """A named way to serve.
+
+    `spec` is the tier's spec class and module, None for no tier; `records`: it can write down what
+    its tier did.
+    """
 
     name: str
     title: str
     spec: tuple[str, str] | None
+    records: bool = False
 
-    def kv_transfer(self, tier_bytes: int) -> Mapping[str, Any] | None:
+    def kv_transfer(
+        self, tier_bytes: int, recording: Path | None = None
+    ) -> Mapping[str, Any] | None:
         """Return the engine's KV transfer configuration for a tier of `tier_bytes`, or None."""
         if self.spec is None:
             return None
         spec_name, module = self.spec
+        extra: dict[str, Any] = {
+            "spec_name": spec_name,
+            "spec_module_path": module,
+            "cpu_bytes_to_use": tier_bytes,
+        }
+        if self.records and recording is not None:
+            extra["evoke"] = {"record_trace": str(recording)}
         return {
             "kv_connector": "OffloadingConnector",
             "kv_role": "kv_both",
-            "kv_connector_extra_config": {
-                "spec_name": spec_name,
-                "spec_module_path": module,
-                "cpu_bytes_to_use": tier_bytes,
-            },
+            "kv_connector_extra_config": extra,
         }
 
 
@@ -43,6 +54,6 @@ ARMS = {
     for arm in (
         Arm("reference", "never evicting", None),
         Arm("lru", "stock LRU tier", ("HostOffloadingSpec", "evoke_vllm.host")),
-        Arm("evoke", "EVOKE tier", ("EvokeOffloadingSpec", "evoke_vllm.spec")),
+        Arm("evoke", "EVOKE tier", ("EvokeOffloadingSpec", "evoke_vllm.spec"), records=True),
     )
 }

@@ -25,6 +25,7 @@ _COUNTERS = {
     "vllm:external_prefix_cache_queries_total": "queried",
     "vllm:external_prefix_cache_hits_total": "restored",
 }
+_BY_ROLE = "vllm:kv_offload_evoke_{}_blocks_total"
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,22 @@ class Client:
                 if sample.name in _COUNTERS:
                     counts[_COUNTERS[sample.name]] += int(sample.value)
         return CacheCounters(**counts)
+
+    def tier_by_role(self) -> dict[str, tuple[int, int]]:
+        """Return, by source role, blocks that EVOKE's tier was asked for and that it restored.
+
+        Empty if the server has another tier, or none.
+        """
+        counts: dict[str, tuple[int, int]] = {}
+        for family in text_string_to_metric_families(self._request("GET", "/metrics").text):
+            for sample in family.samples:
+                role = sample.labels.get("source_role", "")
+                asked, found = counts.get(role, (0, 0))
+                if sample.name == _BY_ROLE.format("lookup"):
+                    counts[role] = asked + int(sample.value), found
+                elif sample.name == _BY_ROLE.format("hit"):
+                    counts[role] = asked, found + int(sample.value)
+        return {role: each for role, each in sorted(counts.items()) if each[0]}
 
     def _settled(self, before: CacheCounters, prompt_tokens: int) -> CacheCounters:
         """Wait until the counters hold the request just answered; normally they do at once."""

@@ -20,6 +20,7 @@ class FakeEngine:
         self.last: list[int] = []
         self.tier: list[list[int]] = []
         self.counts = {"prefix": [0, 0], "external_prefix": [0, 0]}
+        self.by_role: dict[str, tuple[int, int]] = {}
 
     def ask(self, prompt: list[int]) -> None:
         size = len(prompt)
@@ -36,6 +37,11 @@ class FakeEngine:
             for kind, value in zip(("queries", "hits"), values, strict=True):
                 family = f"vllm:{name}_cache_{kind}"
                 lines += [f"# TYPE {family} counter", f'{family}_total{{engine="0"}} {value}.0']
+        for at, kind in enumerate(("lookup", "hit")):
+            family = f"vllm:kv_offload_evoke_{kind}_blocks"
+            lines.append(f"# TYPE {family} counter")
+            for role, counts in self.by_role.items():
+                lines.append(f'{family}_total{{engine="0",source_role="{role}"}} {counts[at]}.0')
         return "\n".join(lines) + "\n"
 
     def _count(self, name: str, queries: int, hits: int) -> None:

@@ -41,6 +41,7 @@ def one_line(capsys: pytest.CaptureFixture[str]) -> str:
         (["--model", "no/such/folder"], "model folder not found: no/such/folder"),
         (["--trace", __file__, "--tie"], "takes no --tie"),
         (["--trace", __file__, "--seeds", "2"], "--seeds"),
+        (["--trace", __file__, "--no-tags"], "--no-tags"),
         (["--port", "99999"], "--port"),
         (["--results", f"{__file__}/below"], "--results: cannot create"),
         (["--cache", f"{__file__}/below"], "--cache: cannot create"),

@@ -48,6 +48,12 @@ def test_request_is_greedy_and_of_fixed_length(client: Client, engine: FakeEngin
     assert tagged["kv_transfer_params"] == {"evoke": {"source_type": "system"}}
 
 
+def test_a_tiers_counts_by_source_role(client: Client, engine: FakeEngine) -> None:
+    assert client.tier_by_role() == {}
+    engine.by_role = {"user": (7, 3), "system": (9, 9), "none": (0, 0)}
+    assert client.tier_by_role() == {"system": (9, 9), "user": (7, 3)}
+
+
 def test_item_without_choices_is_a_crash(client: Client) -> None:
     with pytest.raises(BenchError, match=r"broke off .*engine died.*healthy"):
         client.complete([13], 3)

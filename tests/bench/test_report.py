@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.demo.report import Table, answers_line, make_table, restore_rate
+from bench import ROOT
+from bench.demo.report import Table, answers_line, make_table, restore_rate, role_lines
 from bench.demo.results import Row, Run, machine, versions
 from bench.errors import BenchError
 
@@ -127,10 +128,27 @@ def test_answers_need_the_reference() -> None:
     assert "not compared" in answers_line([run("lru"), run("evoke")])
 
 
-def test_saved_run_is_loaded_unchanged(tmp_path: Path) -> None:
-    path = run("lru", seed=2).save(tmp_path / "deep" / "er")
+def test_hits_by_source_role() -> None:
+    first = replace(run("evoke"), by_role={"system": (100, 50), "user": (90, 0)})
+    second = replace(run("evoke", seed=1), by_role={"system": (1_900, 950), "other": (8, 2)})
+    assert role_lines([run("lru"), first, second], TITLES) == [
+        "EVOKE, restore hits by source role: other 25% (2 of 8 blocks), "
+        "system 50% (1,000 of 2,000 blocks), user 0% (0 of 90 blocks)"
+    ]
+    assert role_lines([run("lru"), run("reference")], TITLES) == []
+
+
+@pytest.mark.parametrize("by_role", [{}, {"system": (12, 3)}])
+def test_saved_run_is_loaded_unchanged(by_role: dict[str, tuple[int, int]], tmp_path: Path) -> None:
+    saved = replace(run("lru", seed=2), by_role=by_role)
+    path = saved.save(tmp_path / "deep" / "er")
     assert path.name == "hot-cold-lru-seed2.json"
-    assert Run.load(path) == run("lru", seed=2)
+    assert Run.load(path) == saved
+
+
+def test_runs_published_before_there_were_roles_are_loaded() -> None:
+    published = ROOT / "bench" / "published" / "demo"
+    assert all(Run.load(path).rows for path in published.glob("*.json"))
 
 
 def test_other_files_are_refused_by_name(tmp_path: Path) -> None:

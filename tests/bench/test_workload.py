@@ -6,12 +6,13 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import takewhile
 from statistics import fmean
+from typing import Any
 
 import pytest
 
 from bench.demo.workload import BLOCK_SIZE, HOT_COLD, TIE, Shape, Workload, make_workload
 from bench.demo.workload import unique_blocks as count_unique_blocks
-from evoke_core import BlockLedger, BlockState, chain_keys
+from evoke_core import BlockLedger, BlockState, RequestTags, Span, chain_keys
 
 
 def encode(text: str) -> list[int]:
@@ -67,20 +68,28 @@ def test_tie_returns_every_context() -> None:
     assert tie.tier_blocks >= (TIE.hot + TIE.cold) * TIE.context_tokens // BLOCK_SIZE
 
 
-def test_tags_only_on_request_and_only_on_hot() -> None:
-    assert all(c.kv_transfer_params is None for c in make_workload(HOT_COLD, 0, encode).calls)
-    for call in make_workload(HOT_COLD, 0, encode, tags=True).calls:
-        assert (call.kv_transfer_params is not None) == (call.kind == "hot")
+def test_requests_say_whose_text_they_are(workload: Workload) -> None:
+    for call in workload.calls:
+        assert call.kv_transfer_params is not None
+        tags, problems = RequestTags.from_transfer_params(
+            call.kv_transfer_params, tokens_per_block=BLOCK_SIZE
+        )
+        assert problems == ()
+        assert tags.source_type == "user"
+        system = (Span(0, HOT_COLD.context_tokens // BLOCK_SIZE, "system"),)
+        assert tags.spans == (system if call.kind == "hot" else ())
+    untagged = make_workload(HOT_COLD, 0, encode, tags=False)
+    assert all(call.kv_transfer_params is None for call in untagged.calls)
 
 
-def hot_hits(shape: Shape, policy: str, seed: int) -> float:
+def hot_hits(shape: Shape, policy: str, seed: int, *, tags: bool = True) -> float:
     """Return the share of hot blocks found in a tier without a GPU pool, loops 3 and later."""
-    workload = make_workload(shape, seed, encode)
+    workload = make_workload(shape, seed, encode, tags=tags)
     found = asked = 0
     tier = _Lru(workload.tier_blocks) if policy == "lru" else _Evoke(workload.tier_blocks)
     for number, call in enumerate(workload.calls):
         keys = chain_keys(call.prompt[: shape.context_tokens], BLOCK_SIZE)
-        hits = tier.serve(f"r{number}", keys)
+        hits = tier.serve(f"r{number}", keys, call.kv_transfer_params)
         if call.kind == "hot" and call.loop >= 3:
             found += hits
             asked += len(keys)
@@ -92,7 +101,7 @@ class _Lru:
         self.capacity = capacity
         self.blocks: OrderedDict[bytes, None] = OrderedDict()
 
-    def serve(self, request: str, keys: list[bytes]) -> int:
+    def serve(self, request: str, keys: list[bytes], params: Any) -> int:
         hits = _prefix(key in self.blocks for key in keys)
         for key in reversed(keys):  # tails age first
             self.blocks[key] = None
@@ -106,9 +115,10 @@ class _Evoke:
     def __init__(self, capacity: int) -> None:
         self.ledger = BlockLedger(capacity)
 
-    def serve(self, request: str, keys: list[bytes]) -> int:
+    def serve(self, request: str, keys: list[bytes], params: Any) -> int:
         ledger = self.ledger
-        ledger.open(request)
+        tags, _ = RequestTags.from_transfer_params(params, tokens_per_block=BLOCK_SIZE)
+        ledger.open(request, tags)
         hits = _prefix(ledger.lookup(request, key) is BlockState.READY for key in keys)
         ledger.touch(request, keys)
         ledger.reserve(request, keys)
@@ -127,6 +137,11 @@ def test_the_shape_tells_scored_from_lru() -> None:
     evoke = fmean(hot_hits(HOT_COLD, "evoke", seed) for seed in seeds)
     assert lru > 0.05, "a baseline that never hits would prove nothing"
     assert evoke > lru + 0.3
+
+
+def test_roles_move_nothing_in_so_short_a_run() -> None:
+    for seed in range(20):
+        assert hot_hits(HOT_COLD, "evoke", seed) == hot_hits(HOT_COLD, "evoke", seed, tags=False)
 
 
 def test_nothing_is_lost_where_cold_contexts_return_like_hot_ones() -> None:

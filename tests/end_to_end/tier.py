@@ -91,8 +91,11 @@ class Tier:
 
 
 @contextmanager
-def serving(folder: Path, *options: str, **evoke: Any) -> Iterator[Tier]:
-    """A server with a tier of `TIER` blocks and these settings, until the block ends."""
+def serving(folder: Path, *options: str, multi: bool = False, **evoke: Any) -> Iterator[Tier]:
+    """A server with a tier of `TIER` blocks and these settings, until the block ends.
+
+    `multi`: its connector is one of those that a MultiConnector has.
+    """
     extra = {
         "spec_name": "EvokeOffloadingSpec",
         "spec_module_path": "evoke_vllm.spec",
@@ -100,16 +103,23 @@ def serving(folder: Path, *options: str, **evoke: Any) -> Iterator[Tier]:
         "self_describing_kv_events": True,
         "evoke": evoke,
     }
+    kv_transfer: dict[str, Any] = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+    }
+    if multi:
+        kv_transfer = {
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"connectors": [kv_transfer]},
+        }
     config = ServerConfig(
         model=tiny_model.make_tokenizer(tiny_model.make(folder / "model")),
         gpu_blocks=GPU,
         max_model_len=(GPU - 1) * BLOCK,
         kv_space_gib=1,
-        kv_transfer={
-            "kv_connector": "OffloadingConnector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": extra,
-        },
+        kv_transfer=kv_transfer,
         options=options,
     )
     with running(config, folder / "server.log") as server, Client(server) as client:
