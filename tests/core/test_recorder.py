@@ -284,6 +284,23 @@ def test_two_writers_take_two_files(tmp_path: Path) -> None:
     assert [read_recording(each.path).requests[0].id for each in (first, second)] == ["a", "b"]
 
 
+def test_a_recording_can_be_read_while_it_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    recorder = Recorder(path, header=HEADER, max_bytes=1 << 18)
+    seen = 0
+    for at in range(4000):
+        recorder.opened(f"request-{at}", float(at), TAGS[1])
+        if at % 400 == 399:
+            wait_for(lambda: path.exists() and path.stat().st_size > 0)
+            recording = read_recording(path)
+            numbers = [int(each.id.removeprefix("request-")) for each in recording.requests]
+            assert numbers == list(range(numbers[0], numbers[0] + len(numbers))) if numbers else 1
+            assert len(numbers) >= seen or recording.cut
+            assert recording.bad == []
+            seen = len(numbers)
+    recorder.close()
+
+
 # --- what goes wrong ---
 
 
@@ -414,6 +431,19 @@ def test_calls_that_make_no_sense_cost_themselves_only(tmp_path: Path) -> None:
     assert "good" in [each.id for each in read_recording(path).requests]
 
 
+def test_without_a_thread_everything_is_lost_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with caplog.at_level(logging.WARNING):
+        recorder = record(tmp_path / "t.jsonl", [("opened", ("r", None), {})])
+    assert recorder.lost == 1
+    assert len(caplog.records) == 1
+
+
 def test_closing_twice_or_in_a_child_does_no_harm(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     recorder = Recorder(path, header=HEADER)
@@ -445,8 +475,21 @@ while how == "kill" or at < 500:
         print(at, stamp, flush=True)
     at += 1
     time.sleep(0.0005)
-if how == "child":
-    sys.exit(0)
+"""
+
+_CHILD = """
+import multiprocessing, sys
+from evoke_core.recording import Recorder
+
+def serve():
+    recorder = Recorder(sys.argv[1], header={})
+    for at in range(500):
+        recorder.opened(str(at), None)
+
+process = multiprocessing.get_context("fork").Process(target=serve)
+process.start()
+process.join()
+sys.exit(process.exitcode)
 """
 
 
@@ -469,10 +512,11 @@ def test_a_kill_loses_at_most_the_last_second(tmp_path: Path) -> None:
     assert float(last_told) - float(last_written) < 1.0
 
 
-def test_a_process_that_ends_without_closing_loses_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("program", [_PROGRAM, _CHILD])
+def test_a_process_that_ends_without_closing_loses_nothing(tmp_path: Path, program: str) -> None:
     path = tmp_path / "t.jsonl"
-    program = [sys.executable, "-c", _PROGRAM, str(path), "end"]
-    subprocess.run(program, check=True, stdout=subprocess.DEVNULL, timeout=60)
+    command = [sys.executable, "-c", program, str(path), "end"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=60)
     assert len(read_recording(path).requests) == 500
 
 

@@ -30,6 +30,8 @@ CLOSE = "close"
 OUTCOMES = ("stored", "refused", "evicted", "aborted")
 """Kinds of events that are a ledger's decisions."""
 
+_TURNS = 4  # a recording that is being written is read anew when its files move meanwhile
+
 NOBODY = -1
 """Request of an event that is no request's."""
 
@@ -146,14 +148,16 @@ def read_recording(path: str | Path, *, on_bad: Callable[[str], None] | None = N
         RecordingError: with one line: there is none, it cannot be read, is of a later version.
     """
     path = Path(path)
-    reader = _Reader(on_bad)
-    files = [segment.path for segment in full_segments(path)]
-    if path.exists() or not files:
-        files.append(path)
-    for file in files:
-        reader.read(file)
+    for turn in range(_TURNS):
+        reader = _Reader(on_bad if turn == 0 else None)
+        segments = full_segments(path)
+        for file in (*(segment.path for segment in segments), path):
+            if file != path or path.exists() or not segments:
+                reader.read(file)
+        if [segment.number for segment in full_segments(path)] == [s.number for s in segments]:
+            break  # else another one was full meanwhile, and is neither among these nor in the path
     if not reader.headers:
-        raise RecordingError(f"{path}: not a recording")
+        raise RecordingError(f"{path}: {'not a recording' if path.exists() else 'no such file'}")
     return reader.recording(path.name.removesuffix(".gz").removesuffix(".jsonl"))
 
 
@@ -182,12 +186,10 @@ class _Reader:
     def read(self, path: Path) -> None:
         """Read one segment."""
         problem = ""
-        where = 0
         for number, line, whole in _lines(path):
             if problem:
                 self._report(problem)
                 problem = ""
-            where = number
             try:
                 record = json.loads(line)
                 if number == 1:
@@ -205,8 +207,6 @@ class _Reader:
                     problem = ""
         if problem:
             self._report(problem)
-        if where == 0 and not path.exists():
-            raise RecordingError(f"{path}: no such file")
 
     def recording(self, name: str) -> Recording:
         _mark_served(self._events)

@@ -80,7 +80,7 @@ class Recorder:
         self._put = 0  # blocks queued so far; the thread counts those taken
         self._refused = 0
         self._polled: dict[str, dict[int, tuple[int, int, int, int]]] = {}
-        self._owner = os.getpid()
+        self._owner = os.getpid()  # the process that has the thread
         self._writer = _Writer(Path(path), dict(header), max(max_bytes, 1 << 16), clock)
         self._closing = threading.Event()
         self._closed = False
@@ -89,6 +89,7 @@ class Recorder:
             self._thread.start()
         except RuntimeError:  # no thread to be had: everything is lost, and counted
             self._closed = True
+            self._owner = 0
             logger.warning("%s: cannot be recorded to: no thread can be started", path)
         _close_at_exit(self)
 
@@ -96,6 +97,7 @@ class Recorder:
 
     def opened(self, request_id: str, now: float | None, tags: RequestTags = UNTAGGED) -> None:
         """Note that a request arrived; ``now`` as handed to the ledger."""
+        self._polled.pop(request_id, None)
         self._append("open", 0, request_id, now, tags)
 
     def prompt(
