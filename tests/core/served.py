@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A server in miniature for tests of recordings: drives a ledger as an engine does, and records.
 
 Requests may overlap. Each step of one tells the recorder the same as the ledger.

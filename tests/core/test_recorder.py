@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The recorder: what is written comes back, files stay within bounds, callers notice nothing."""
 
 import gzip

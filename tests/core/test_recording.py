@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reading recordings that are cut off, broken or none, and explaining a request's misses."""
 
 import gzip
@@ -264,8 +265,12 @@ def test_an_unknown_request_names_near_ones(tmp_path: Path) -> None:
     server.open("waiting")
     server.stop()
     recording = read_recording(tmp_path / "t.jsonl")
-    with pytest.raises(RecordingError, match=r"no request 'chatcmpl-471'; near: chatcmpl-471"):
+    with pytest.raises(
+        RecordingError, match="no request 'chatcmpl-471'; near: chatcmpl-4711, chatc"
+    ):
         explain(recording, "chatcmpl-471")
+    assert explain(recording, "chatcmpl-4712").request == "chatcmpl-4712"
+    assert explain(recording, "emb").request == "embed-1"  # nothing else begins so
     with pytest.raises(RecordingError, match="no request 'zzz'; it has 4 others"):
         explain(recording, "zzz")
     with pytest.raises(RecordingError, match="'waiting' was opened, and never looked"):

@@ -32,7 +32,12 @@ class _Usage(click.ClickException):
 
 @click.command("explain")
 @click.argument("path", metavar="RECORDING", type=click.Path(path_type=Path))
-@click.option("--request", "request_id", metavar="ID", help="Explain this request.")
+@click.option(
+    "--request",
+    "request_id",
+    metavar="ID",
+    help="Explain this request; the beginning of its id is enough.",
+)
 @click.option(
     "--worst",
     "count",

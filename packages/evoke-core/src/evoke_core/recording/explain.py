@@ -126,12 +126,18 @@ class Explanation:
 def explain(recording: Recording, request: str) -> Explanation:
     """Explain one request; of several with this id, the last one.
 
+    The beginning of an id is enough if there is only one that begins so: engines add to the id that
+    a client was told.
+
     Raises:
         RecordingError: it is not in the recording, or asked for nothing. The message is one line.
     """
     ids = {each.id for each in recording.requests}
-    if request not in ids:
-        near = difflib.get_close_matches(request, ids, n=_NEAR, cutoff=0.5)
+    begins = [] if request in ids else sorted(each for each in ids if each.startswith(request))
+    if len(begins) == 1:
+        [request] = begins
+    elif request not in ids:
+        near = begins[:_NEAR] or difflib.get_close_matches(request, ids, n=_NEAR, cutoff=0.5)
         hint = f"; near: {', '.join(near)}" if near else f"; it has {len(ids):,} others"
         raise RecordingError(f"{recording.name}: no request {request!r:.80}{hint}")
     found = list(_explanations(recording, request))
