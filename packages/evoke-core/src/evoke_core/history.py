@@ -16,7 +16,7 @@ class History(Protocol):
         gap: requests between the last two touches, where the policy keeps it, else 0.
         role, priority: the living claims, see :class:`~evoke_core.runs.Run`.
         terms: what clients declared beyond these.
-        holding: whether a promise of reuse was outstanding when last looked at.
+        owed: whether the promise in the terms was neither kept nor broken when last looked at.
     """
 
     @property
@@ -32,7 +32,7 @@ class History(Protocol):
     @property
     def terms(self) -> Terms: ...
     @property
-    def holding(self) -> bool: ...
+    def owed(self) -> bool: ...
 
 
 @define(eq=False)
@@ -45,7 +45,7 @@ class Past:
     role: str | None
     priority: float
     terms: Terms = NO_TERMS
-    holding: bool = False
+    owed: bool = False
     disturbed: bool = False
 
     @classmethod
@@ -57,5 +57,5 @@ class Past:
             history.role,
             history.priority,
             history.terms,
-            history.holding,
+            history.owed,
         )

@@ -165,7 +165,7 @@ class RetentionIndex:
         if request is not None:
             self._open_ticks.discard(request.tick)
             if request.tags.end_of_session and request.tags.session is not None:
-                for run in self._forest.sessions.runs(request.tags.session):
+                for run in list(self._forest.sessions.runs(request.tags.session)):
                     self._forest.rerank(run, partial(self._expire, run))
 
     def is_open(self, request_id: str) -> bool:
@@ -474,8 +474,9 @@ class RetentionIndex:
         blocks = len(run.keys)
 
         def change() -> None:
-            if run.holding:
+            if run.owed:  # by the first use in time; the next promise may be this request's
                 self._policy.settled(run, blocks, True)
+            run.owed = self.now < claim.terms.holds_until >= run.terms.holds_until
             self._reuses.append((max(0, request.tick - run.last), blocks, run.role))
             run.gap = self._policy.used(run, request.tick, blocks)
             run.last = max(run.last, request.tick)
@@ -537,9 +538,10 @@ class RetentionIndex:
             self._forest.pins.discard(run.keys)
 
     def _pass_deadline(self, run: Run) -> None:
-        if run.holding and self.now >= run.terms.holds_until:
-            self._policy.settled(run, len(run.keys), False)
-            run.holding = False
+        if self.now >= run.terms.holds_until:
+            if run.owed:
+                self._policy.settled(run, len(run.keys), False)
+            run.holding = run.owed = False
         if self.now >= run.terms.expires:
             self._expire(run)
 
@@ -567,7 +569,7 @@ class RetentionIndex:
             at += n
 
     def _forget_ghosts(self, past: Past, blocks: int) -> None:
-        if past.holding and self.now >= past.terms.holds_until:
+        if past.owed and self.now >= past.terms.holds_until:
             self._policy.settled(past, blocks, False)
         self._policy.forget(past, blocks)
 
@@ -681,7 +683,7 @@ class RetentionIndex:
         """Give a new run the history that is remembered of its blocks."""
         if past is not None and run.terms.owner not in (None, past.terms.owner):
             run.terms = evolve(run.terms, owner=None)
-        if past is not None and past.holding and not counted:
+        if past is not None and past.owed and not counted:
             kept = self.now < past.terms.holds_until
             self._policy.settled(past, len(run.keys), kept)
         if past is not None and counted:
@@ -692,6 +694,7 @@ class RetentionIndex:
             run.reuse = min(past.reuse + 1, MAX_REUSE)
         if run.terms is not NO_TERMS:
             self._judge(run)
+            run.owed = run.holding
         self._policy.entered(run, len(run.keys))
 
     def _compete(
@@ -754,11 +757,11 @@ class RetentionIndex:
             if run.pinned:
                 self._forest.pin(run, request.tick)
             self._forest.add(run, hold=hold)
+        self._half_life.note_inserted(len(added))
+        self._peak = max(self._peak, len(self._runs))
         if added and not drafts[0].windowed:  # a closed gap may have made more of the chain count
             chain = request.chain(drafts[0].group)
             self._advance(request, chain, drafts[-1].start + len(drafts[-1].keys))
-        self._half_life.note_inserted(len(added))
-        self._peak = max(self._peak, len(self._runs))
         if request.tags.pinned:
             self._trim_pins()
         return added

@@ -35,6 +35,7 @@ class Run:
         serial: creation number, the last tie-break.
         terms: what clients declared beyond role and priority, all together.
         holding: whether the time until which the blocks keep their value is still to come.
+        owed: whether the promise of that time is neither kept nor broken yet.
         expired: whether they are the first to go.
         pinned: whether they must not go at all.
         reused: whether a request touched them again since they became resident.
@@ -60,6 +61,7 @@ class Run:
     coherence: float = 0.0
     terms: Terms = NO_TERMS
     holding: bool = False
+    owed: bool = False
     expired: bool = False
     pinned: bool = False
     reused: bool = False
@@ -98,6 +100,7 @@ class Run:
             coherence=self.coherence,
             terms=self.terms,
             holding=self.holding,
+            owed=self.owed,
             expired=self.expired,
             pinned=self.pinned,
             reused=self.reused,
@@ -118,6 +121,7 @@ class Run:
             and self.coherence == other.coherence
             and (self.terms is other.terms or self.terms == other.terms)
             and self.holding == other.holding
+            and self.owed == other.owed
             and self.expired == other.expired
             and self.pinned == other.pinned
             and self.reused == other.reused
