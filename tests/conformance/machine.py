@@ -209,6 +209,7 @@ class ConformanceMachine(RuleBasedStateMachine):
         self.announced: set[bytes] = set()  # what a consumer of events believes to be stored
         self.serial = 0
         self.opened = 0
+        self.most_resident = 0
         self.now = 0.0
 
     @initialize(data=st.data())
@@ -322,9 +323,7 @@ class ConformanceMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: any(not request.alive for request in self.requests))
     @rule(which=pick, tags=tag_sets, step=steps)
-    def reuse_request_id(
-        self, which: int, tags: dict[str, object], step: float | None
-    ) -> None:
+    def reuse_request_id(self, which: int, tags: dict[str, object], step: float | None) -> None:
         """A client may name its next request like an earlier one."""
         gone = [request for request in self.requests if not request.alive]
         request = gone[which % len(gone)]
@@ -364,6 +363,8 @@ class ConformanceMachine(RuleBasedStateMachine):
         resident = set(self.slot_of)
         busy = {key for writing in self.in_flight for key in writing.keys}
         busy |= {key for other in self.requests for keys in other.loads for key in keys}
+        if not self.tier.index.tags(request.request_id).pinned:  # else it may displace pins
+            busy |= {key for key in resident if self.tier.index.describe(key).pinned}
         own = request.windows.union(
             *(keys_of(request.path[: request.chain], group) for group in (FULL, SECOND))
         )
@@ -608,6 +609,13 @@ class ConformanceMachine(RuleBasedStateMachine):
         wrong = {key: pair for key, pair in wrong.items() if pair[0] != pair[1]}
         assert not wrong, f"shown and expected: {wrong}"
         assert (tier.clock, tier.half_life) == (model.clock, model.half_life)
+        assert (tier.now, tier.pinned, tier.expired, tier.orphans) == (
+            model.now,
+            model.pinned,
+            model.expired,
+            model.orphans,
+        )
+        assert _by_block(tier.drain_reuses()) == _by_block(model.drain_reuses())
         assert len(tier) == len(model) == len(blocks)
         for key in blocks:
             assert tier.parent(key) == model.parent(key)
@@ -634,6 +642,13 @@ class ConformanceMachine(RuleBasedStateMachine):
             if group_of(key) == WINDOW or parent is None or key in self.in_the_air:
                 continue
             assert parent in self.tier.index, f"{key!r} is resident without its parent"
+
+    @invariant()
+    def pins_are_few(self) -> None:
+        self.most_resident = max(self.most_resident, len(self.slot_of))
+        knows = self.tier.owns_slots or self.setup.tells_capacity
+        size = self.setup.capacity if knows else self.most_resident
+        assert self.tier.index.pinned <= int(self.setup.rules.max_pinned_fraction * size)
 
     @invariant()
     def every_slot_has_one_owner(self) -> None:
@@ -730,6 +745,11 @@ class ConformanceMachine(RuleBasedStateMachine):
                 stay.add(key)
                 key = index.parent(key)
         return stay
+
+
+def _by_block(reuses: list[tuple[int, int, str | None]]) -> list[tuple[int, str]]:
+    """Uses of resident blocks, block by block; the order in which one call tells them is free."""
+    return sorted((gap, role or "") for gap, blocks, role in reuses for _ in range(blocks))
 
 
 def _without_window_positions(blocks: dict[bytes, Any]) -> dict[bytes, Any]:

@@ -82,6 +82,9 @@ class Terms(NamedTuple):
     holds_until: float = -math.inf
 
 
+NO_TERMS = Terms()
+
+
 class Said(NamedTuple):
     """What a request says of one block, with the times as points in time."""
 
@@ -101,6 +104,7 @@ class History(NamedTuple):
     priority: float
     terms: Terms
     holding: bool
+    owed: bool  # the promise in `terms` is neither kept nor broken yet
 
 
 class Learner(Protocol):
@@ -146,8 +150,9 @@ class Block:
     owner: str | None = None  # the session that all who touched the block named
     expires: float = math.inf
     expired: bool = False
-    terms: Terms = Terms()
+    terms: Terms = NO_TERMS
     holding: bool = False
+    owed: bool = False
     pin: int = 0  # tick of the youngest request that pinned it; 0: not pinned
     reused: bool = False  # counted again since it became resident
 
@@ -161,6 +166,7 @@ class Block:
             self.priority.value,
             self.terms,
             self.holding,
+            self.owed,
         )
 
 
@@ -237,6 +243,7 @@ class ReferenceIndex:
         self.requests: dict[str, Request] = {}
         self.ghosts: dict[bytes, Ghost] = {}
         self._ghost_fifo: deque[tuple[bytes, int]] = deque()
+        self._reuses: list[tuple[int, int, str | None]] = []
         self._most_resident = 0
         self._ever_full = False
         self._named = 0
@@ -275,12 +282,13 @@ class ReferenceIndex:
         """Where does the block stand by now? A promise that was not kept is broken."""
         if self.now >= block.expires:
             self._expire(block)
-        if block.holding and self.now >= block.terms.holds_until:
+        block.holding = self.now < block.terms.holds_until
+        if block.owed and not block.holding:
             self._settle(block.history, kept=False)
-            block.holding = False
+            block.owed = False
 
     def _settle(self, history: History, *, kept: bool) -> None:
-        if self.learner is not None:
+        if history.owed and self.learner is not None:
             self.learner.settled(history, 1, kept)
 
     def _measure_pace(self, passed: float) -> None:
@@ -304,7 +312,7 @@ class ReferenceIndex:
                 ttl_s = ttl_s if span.ttl_s is None else span.ttl_s
         if tags.pinned:
             priority = max(priority, PINNED_PRIORITY)
-        expires, terms = math.inf, Terms()
+        expires, terms = math.inf, NO_TERMS
         if request.now is not None and ttl_s is not None:
             expires = request.now + ttl_s
         promises = []  # (how long the block is to hold, what was promised), in seconds
@@ -357,8 +365,9 @@ class ReferenceIndex:
     def _count(self, request: Request, block: Block, position: int) -> None:
         request.counted.add(block.key)
         said = self._says(request, block.group, position)
-        if block.holding:
-            self._settle(block.history, kept=True)
+        self._settle(block.history, kept=True)
+        block.owed = False
+        self._reuses.append((max(0, request.tick - block.last), 1, block.role))
         if self.learner is not None:
             block.gap = self.learner.used(block.history, request.tick, 1)
         block.reuse = min(REUSE_CAP, block.reuse + 1)
@@ -370,8 +379,10 @@ class ReferenceIndex:
             block.priority = Claim(said.priority, request.tick)
         block.owner = _owner_after(block.owner, request)
         block.expires = max(block.expires, said.expires)
+        if said.terms.holds_until >= block.terms.holds_until:
+            block.owed = self.now < said.terms.holds_until
         block.terms = max(block.terms, said.terms, key=lambda terms: terms.holds_until)
-        block.expired, block.holding = False, self.now < block.terms.holds_until
+        block.expired = False
         block.reused = True
         if request.tags.pinned:
             block.pin = max(block.pin, request.tick)
@@ -413,7 +424,7 @@ class ReferenceIndex:
         request = self.requests.get(request_id)
         if request is None:
             return []
-        inserted = []
+        inserted: list[bytes] = []
         parent = self.parent_in_chain(request, group, start)
         pins = self.pins_to_come(request)
         for position, key in enumerate(keys, start):
@@ -459,10 +470,10 @@ class ReferenceIndex:
             owner=request.tags.session if ghost is None else _owner_after(ghost.owner, request),
             expires=said.expires,
             terms=said.terms,
-            holding=self.now < said.terms.holds_until,
+            owed=self.now < said.terms.holds_until,
             pin=request.tick if pin else 0,
         )
-        if ghost is not None and ghost.history.holding and not before:
+        if ghost is not None and not before:
             self._settle(ghost.history, kept=self.now < ghost.history.terms.holds_until)
         self._judge(block)
         if self.learner is not None:
@@ -566,7 +577,7 @@ class ReferenceIndex:
             key, serial = self._ghost_fifo.popleft()
             if key in self.ghosts and self.ghosts[key].serial == serial:
                 past = self.ghosts.pop(key).history
-                if past.holding and self.now >= past.terms.holds_until:
+                if self.now >= past.terms.holds_until:
                     self._settle(past, kept=False)
                 if self.learner is not None:
                     self.learner.forget(past, 1)
@@ -709,6 +720,24 @@ class ReferenceIndex:
         return chosen
 
     # --- looking ------------------------------------------------------------------------------
+
+    @property
+    def pinned(self) -> int:
+        return len(self.pins())
+
+    @property
+    def expired(self) -> int:
+        return sum(block.expired for block in self.blocks.values())
+
+    @property
+    def orphans(self) -> int:
+        """Blocks that wait for a parent; what hangs on them waits too, and is not counted."""
+        parents = [block.parent for block in self.blocks.values() if block.parent is not None]
+        return sum(parent not in self.blocks for parent in parents)
+
+    def drain_reuses(self) -> list[tuple[int, int, str | None]]:
+        reuses, self._reuses = self._reuses, []
+        return reuses
 
     def __contains__(self, key: bytes) -> bool:
         return key in self.blocks
@@ -856,7 +885,7 @@ class ReferenceLedger:
         if len(wanted) > free:
             self.index.note_full()
         pins = self.index.pins_to_come(request)
-        drafts = []
+        drafts: list[Block] = []
         for position, key in wanted:
             parent = self.index.parent_in_chain(request, group, position)
             pin = len(drafts) < pins

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+REASONS = (b"expired", b"session share", b"capacity")
 
 
 @pytest.mark.parametrize(
@@ -36,4 +37,6 @@ def test_decisions_do_not_follow_the_hash_seed(
     logs = [process.communicate(timeout=300)[0] for process in running]
     assert [process.returncode for process in running] == [0] * len(running)
     assert logs[0].count(b"evicted [b") > 100, "a run that evicts nothing shows nothing"
+    if tier == "ledger":
+        assert all(logs[0].count(b"\n%s b'" % reason) > 30 for reason in REASONS)
     assert logs.count(logs[0]) == len(logs)

@@ -97,9 +97,7 @@ class Life:
                 tags |= self._all_tags(draw, contexts, path)
             yield path, tags
 
-    def _all_tags(
-        self, draw: random.Random, contexts: list[str], path: str
-    ) -> dict[str, object]:
+    def _all_tags(self, draw: random.Random, contexts: list[str], path: str) -> dict[str, object]:
         """A context is a session's, mostly; the promise of one in three contexts is kept."""
         tags: dict[str, object] = {}
         session = next((at for at, each in enumerate(contexts) if each[0] == path[0]), 0)
@@ -192,7 +190,9 @@ def test_every_decision_is_the_references(life: Life) -> None:
     assert refused > 100
     if life.tagged:
         assert most_pinned == min(model.index.pin_limit(), most_pinned) > 3
-        expected = {"expired", "capacity"} | ({"session share"} if life.max_session_fraction < 1 else set())
+        expected = {"expired", "capacity"} | (
+            {"session share"} if life.max_session_fraction < 1 else set()
+        )
         assert set(reasons) == expected
         assert min(reasons.values()) > 10
     if life.policy == "adaptive":

@@ -226,9 +226,9 @@ def test_a_key_that_is_no_text(key: object) -> None:
 def test_the_environment_wins(variable: str, key: str) -> None:
     text, value = ("lru", "lru") if key == "policy" else ("0.25", 0.25)
     others = dict.fromkeys({"w_recency", "w_reuse"} - {key}, 0.0)
-    mapping = others | {key: "scored" if key == "policy" else 0.5}
+    mapping: dict[str, object] = {**others, key: "scored" if key == "policy" else 0.5}
     if key == "record_trace_mib":
-        text, value, mapping = "2.5", 2.5, others | {key: 4}
+        text, value, mapping = "2.5", 2.5, {**others, key: 4}
     assert getattr(load(mapping, **{variable: text}), key) == value
     assert getattr(load(others, **{variable: text}), key) == value
 

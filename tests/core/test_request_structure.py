@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from evoke_core import BlockView, EvokeConfig, Evicted, RequestTags, RetentionIndex
+from evoke_core import BlockView, Evicted, EvokeConfig, RequestTags, RetentionIndex
 from evoke_core.tags import Span
 
 POLICIES = ("lru", "scored", "adaptive")
@@ -19,8 +19,8 @@ DEEP = 8  # more blocks than any pin may hold here
 
 
 def index(policy: str = "scored", capacity: int | None = 8, **settings: Any) -> RetentionIndex:
-    given = {"policy": policy, "recency_half_life": 4} | settings
-    return RetentionIndex(EvokeConfig(**given), capacity=capacity)
+    config = EvokeConfig(policy=policy, recency_half_life=4, **settings)
+    return RetentionIndex(config, capacity=capacity)
 
 
 def chain(name: str, blocks: int) -> list[bytes]:
@@ -77,8 +77,10 @@ def test_a_pinned_block_is_no_candidate(policy: str) -> None:
         pass_time(idx, requests=50)
         assert order(idx)[:2] == ([*reversed(new)] if pinned else [*reversed(old)])
         gone = idx.evict(4)
-        assert [key for batch in gone for key in batch.keys][:2] == order(idx) or len(idx) == 0 or (
-            pinned and all(key in idx for key in old)
+        assert (
+            [key for batch in gone for key in batch.keys][:2] == order(idx)
+            or len(idx) == 0
+            or (pinned and all(key in idx for key in old))
         )
         assert len(idx) == (2 if pinned else 0)
 
@@ -293,6 +295,23 @@ def test_a_poll_does_not_revive() -> None:
     idx.touch("long", [b"x"])
     idx.insert("long", [b"x"])
     assert order(idx) == [b"x", b"plain0"]
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_who_comes_to_a_block_after_its_own_time_finds_it_over(stored: bool) -> None:
+    """The time runs from when the request was opened, whenever it gets to its blocks."""
+    for now, over in ((4.99, False), (5.0, True)):
+        idx = index()
+        if stored:
+            store(idx, "x", ttl_s=1.0)
+        idx.open("long", RequestTags(ttl_s=5.0, pinned=True), 0.0)
+        plain = store(idx, "plain")
+        pass_time(idx, now)
+        idx.insert("long", [b"x0"])
+        seen = view(idx, b"x0")
+        assert (seen.expired, seen.holding, seen.pinned) == (over, not over, not over)
+        assert order(idx) == ([b"x0", *plain] if over else plain)
+        assert idx.expired == over
 
 
 def test_a_new_residency_has_a_time_of_its_own() -> None:

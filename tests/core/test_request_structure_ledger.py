@@ -15,8 +15,7 @@ POLICIES = ("lru", "scored", "adaptive")
 
 
 def ledger(capacity: int, policy: str = "scored", **given: Any) -> BlockLedger:
-    config = EvokeConfig(**{"policy": policy, "recency_half_life": 4} | given)
-    return BlockLedger(capacity, config=config)
+    return BlockLedger(capacity, config=EvokeConfig(policy=policy, recency_half_life=4, **given))
 
 
 def chain(name: str, blocks: int) -> list[bytes]:
@@ -210,7 +209,10 @@ def test_a_sessions_end_frees_its_own_blocks_and_not_the_shared_prefix(policy: s
             ask(pool, turn, session=name, end_of_session=last)
         assert pool.stats.expired == 2 * ends
         pool.drain_decisions()
-        assert ask(pool, [*prefix, *chain("u", 5)], session="u")[0] in (chain("u", 5), chain("u", 3))
+        assert ask(pool, [*prefix, *chain("u", 5)], session="u")[0] in (
+            chain("u", 5),
+            chain("u", 3),
+        )
         gone = {key: each.reason for each in evictions(pool) for key in each.keys}
         assert resident(pool, prefix) == prefix
         if ends:

@@ -150,22 +150,19 @@ def test_what_is_no_mapping(raw: object) -> None:
     assert [problem.tag for problem in problems] == ["evoke"]
 
 
+NO_NUMBERS: tuple[object, ...] = ("2", None, True, [2], math.nan, math.inf, -math.inf, 10**400)
+NO_TRUTHS: tuple[object, ...] = ("true", None, 1, 0, [], 1.0)
+NO_LISTS: tuple[object, ...] = (None, 3, "0-8", {"start": 0, "end": 8}, True)
+
+
 @pytest.mark.parametrize(
     ("tag", "value"),
     [
         *[("source_type", value) for value in ("", 3, None, ["user"], b"user", "x" * 257)],
         *[("evoke_session", value) for value in ("", 3, None, {"a": 1}, "x" * 257)],
-        *[
-            ("priority", value)
-            for value in ("2", None, True, [2], math.nan, math.inf, -math.inf, 10**400)
-        ],
-        *[
-            (tag, value)
-            for tag in TIMES
-            for value in ("2", None, True, [2], math.nan, math.inf, -math.inf, 10**400)
-        ],
-        *[(tag, value) for tag in TRUTHS for value in ("true", None, 1, 0, [], 1.0)],
-        *[("spans", value) for value in (None, 3, "0-8", {"start": 0, "end": 8}, True)],
+        *[(tag, value) for tag in ("priority", *TIMES) for value in NO_NUMBERS],
+        *[(tag, value) for tag in TRUTHS for value in NO_TRUTHS],
+        *[("spans", value) for value in NO_LISTS],
     ],
     ids=lambda value: repr(value)[:20],
 )
@@ -413,7 +410,7 @@ whole_request = st.fixed_dictionaries(
 def test_flat_keys_say_the_same_as_the_mapping(
     raw: dict[str, Any], data: st.DataObject, tokens_per_block: int
 ) -> None:
-    """As values or as their JSON text (a text as itself); any part of the tags here, others there."""
+    """As values or as their JSON text (a text as itself); any part here or there."""
     expected = RequestTags.parse(raw, tokens_per_block=tokens_per_block)
     params: dict[str, Any] = {"max_offload_tokens": 7}
     for tag, value in raw.items():
