@@ -9,7 +9,7 @@ because here is where runs split, grow and go.
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise, repeat
+from itertools import islice, pairwise, repeat
 from types import MappingProxyType
 
 from evoke_core.bulk import delete
@@ -20,6 +20,12 @@ from evoke_core.policies import Policy
 from evoke_core.runs import Run
 from evoke_core.sessions import Sessions
 from evoke_core.terms import NO_TERMS, Terms
+
+_GIVING = 256
+"""Leaf runs that are compared when sessions over their share give way: those used least recently.
+
+So a flood of tiny prompts costs no more than a few conversations.
+"""
 
 NOTHING: Mapping[str, int] = MappingProxyType({})
 
@@ -211,6 +217,8 @@ class Forest:
         if now.owner != before.owner:
             self.sessions.remove(before.owner, run, blocks, whole=True)
             self.sessions.add(now.owner, run, blocks)
+        else:
+            self.sessions.renew(run)
         self.expired += blocks * (run.expired - expired)
         self._deadlines.unwatch(run)
         self._deadlines.watch(run)
@@ -299,8 +307,9 @@ class Forest:
                 excess[session] = more
         if not excess:
             return None
-        runs = [run for session in excess for run in self.sessions.runs(session or "")]
-        return OverShare(runs, excess)
+        owned = (run for session in excess for run in self.sessions.runs(session or ""))
+        leaves = (run for run in islice(owned, 4 * _GIVING) if run.entry is not None)
+        return OverShare(list(islice(leaves, _GIVING)), excess)
 
     def restore(self) -> None:
         self._order.restore()

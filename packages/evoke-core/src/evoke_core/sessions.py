@@ -3,7 +3,7 @@
 Guarantees: exact at any time; a session without resident blocks leaves nothing behind.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ class Sessions:
     """Resident runs by owner. Runs of nobody are not kept."""
 
     def __init__(self) -> None:
-        self._runs: dict[str, dict[Run, None]] = {}  # in order of arrival: nothing here is hashed
+        self._runs: dict[str, dict[Run, None]] = {}  # least recently used first
         self._blocks: dict[str, int] = {}
 
     def add(self, owner: str | None, run: "Run", blocks: int) -> None:
@@ -33,9 +33,16 @@ class Sessions:
         if not self._runs[owner]:
             del self._runs[owner], self._blocks[owner]
 
-    def runs(self, session: str) -> list["Run"]:
-        """Return a session's own runs."""
-        return list(self._runs.get(session, ()))
+    def renew(self, run: "Run") -> None:
+        """Note that a run, if it is somebody's own, was used."""
+        if run.terms.owner is not None:
+            runs = self._runs[run.terms.owner]
+            del runs[run]
+            runs[run] = None
+
+    def runs(self, session: str) -> Iterable["Run"]:
+        """Return a session's own runs, least recently used first."""
+        return self._runs.get(session, {}).keys()
 
     def blocks(self, session: str) -> int:
         """Return how many blocks are a session's own."""
