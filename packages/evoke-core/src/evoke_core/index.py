@@ -583,11 +583,10 @@ class RetentionIndex:
         A stretch of a window group is a single block.
         """
         if group in self._window_groups:
-            return [
-                (position, [key])
-                for position, key in enumerate(dict.fromkeys(keys), start)
-                if key not in self._runs
-            ]
+            first: dict[bytes, int] = {}
+            for position, key in enumerate(keys, start):
+                first.setdefault(key, position)
+            return [(first[key], [key]) for key in first if key not in self._runs]
         missing: list[tuple[int, list[bytes]]] = []
         taken: set[bytes] = set()
         chain = request.chain(group).keys
