@@ -273,6 +273,19 @@ def test_a_recording_goes_on_where_the_server_starts_again(tmp_path: Path) -> No
     assert not recording.cut
 
 
+@pytest.mark.parametrize("left", [3, 40])
+def test_a_first_line_that_was_cut_off_costs_its_file_only(tmp_path: Path, left: int) -> None:
+    path = tmp_path / "t.jsonl"
+    record(path, [("opened", ("r0", None), {})])
+    record(path, [("opened", ("r1", None), {})])
+    path.write_bytes(path.read_bytes()[:left])
+    recorder = record(path, [("opened", ("r2", None), {})])
+    assert recorder.lost == 0
+    recording = read_recording(path)
+    assert [each.id for each in recording.requests] == ["r0", "r2"]
+    assert (recording.cut_off, recording.bad) == (1, [])
+
+
 def test_two_writers_take_two_files(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     first, second = (Recorder(path, header=HEADER) for _ in range(2))

@@ -9,6 +9,7 @@ the lines that name the blocks it brought; each is reported. Files that had to g
 noticed (``cut``): what was before is unknown, not absent.
 """
 
+import contextlib
 import gzip
 import json
 import zlib
@@ -29,8 +30,6 @@ OFFER = "offer"
 CLOSE = "close"
 OUTCOMES = ("stored", "refused", "evicted", "aborted")
 """Kinds of events that are a ledger's decisions."""
-
-_TURNS = 4  # a recording that is being written is read anew when its files move meanwhile
 
 NOBODY = -1
 """Request of an event that is no request's."""
@@ -132,8 +131,8 @@ class Recording:
 def is_recording(path: str | Path) -> bool:
     """Say whether a file is a recording's, plain or packed. Never raises."""
     try:
-        with _unpacked(Path(path)) as file:
-            return file.read(len(FIRST_BYTES)) == FIRST_BYTES
+        with Path(path).open("rb") as file:
+            return _unpacked(file).read(len(FIRST_BYTES)) == FIRST_BYTES
     except (OSError, EOFError, zlib.error):
         return False
 
@@ -148,16 +147,20 @@ def read_recording(path: str | Path, *, on_bad: Callable[[str], None] | None = N
         RecordingError: with one line: there is none, it cannot be read, is of a later version.
     """
     path = Path(path)
-    for turn in range(_TURNS):
-        reader = _Reader(on_bad if turn == 0 else None)
-        segments = full_segments(path)
-        for file in (*(segment.path for segment in segments), path):
-            if file != path or path.exists() or not segments:
-                reader.read(file)
-        if [segment.number for segment in full_segments(path)] == [s.number for s in segments]:
-            break  # else another one was full meanwhile, and is neither among these nor in the path
+    reader = _Reader(on_bad)
+    with contextlib.ExitStack() as stack:
+        # Opened first: should it be full and set aside meanwhile, it is still this file.
+        last = _open(path, stack)
+        for segment in full_segments(path):
+            file = _open(segment.path, stack)
+            if file is None and not segment.packed:  # packed just now
+                file = _open(segment.path.with_name(f"{segment.path.name}.gz"), stack)
+            if file is not None:  # else it had to go just now
+                reader.read(segment.path, file)
+        if last is not None:
+            reader.read(path, last)
     if not reader.headers:
-        raise RecordingError(f"{path}: {'not a recording' if path.exists() else 'no such file'}")
+        raise RecordingError(f"{path}: {'no such file' if last is None else 'not a recording'}")
     return reader.recording(path.name.removesuffix(".gz").removesuffix(".jsonl"))
 
 
@@ -167,6 +170,7 @@ class _Reader:
     def __init__(self, on_bad: Callable[[str], None] | None) -> None:
         self._on_bad = on_bad
         self.headers: list[dict[str, Any]] = []
+        self._read: set[tuple[str, int]] = set()
         self._bad: list[str] = []
         self._cut_off = 0
         self._cut = False
@@ -183,30 +187,25 @@ class _Reader:
         self._events: list[Event] = []
         self._offering = NOBODY
 
-    def read(self, path: Path) -> None:
-        """Read one segment."""
-        problem = ""
-        for number, line, whole in _lines(path):
-            if problem:
-                self._report(problem)
-                problem = ""
+    def read(self, path: Path, file: BinaryIO) -> None:
+        """Read one segment, unless it has been read already."""
+        for number, line, whole in _lines(path, file):
             try:
                 record = json.loads(line)
                 if number == 1:
-                    self._begin(path, record)
+                    if not self._begin(path, record):
+                        return
                 else:
                     self._add(record)
             except RecordingError:
                 raise
             except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-                if number == 1:
-                    raise RecordingError(f"{path}: not a recording") from None
-                problem = f"{path}:{number}: {_reason(error)}"
                 if not whole:
                     self._cut_off += 1
-                    problem = ""
-        if problem:
-            self._report(problem)
+                elif number == 1:
+                    raise RecordingError(f"{path}: not a recording") from None
+                else:
+                    self._report(f"{path}:{number}: {_reason(error)}")
 
     def recording(self, name: str) -> Recording:
         _mark_served(self._events)
@@ -228,13 +227,17 @@ class _Reader:
         if self._on_bad is not None:
             self._on_bad(problem)
 
-    def _begin(self, path: Path, header: Any) -> None:
+    def _begin(self, path: Path, header: Any) -> bool:
+        """Begin a segment; False if it has been read."""
         version = header[MAGIC]
         if version != VERSION:
             raise RecordingError(
                 f"{path}: a recording of version {version!r:.20}; this reads version {VERSION}"
             )
         run, part, wall, clock = header["run"], header["part"], header["wall"], header["clock"]
+        if (run, part) in self._read:
+            return False
+        self._read.add((run, part))
         if run != self._run:
             if self._runs:  # the server began anew, with an empty tier
                 self._events.append(Event(RESET, wall))
@@ -250,6 +253,7 @@ class _Reader:
         self._wall = float(wall)
         self._blocks = BlockReader(self._known, run)
         self.headers.append(header)
+        return True
 
     def _add(self, record: Any) -> None:
         kind = record["k"]
@@ -337,22 +341,32 @@ def _reason(error: Exception) -> str:
     return f"{error}"
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes, bool]]:
+def _lines(path: Path, file: BinaryIO) -> Iterator[tuple[int, bytes, bool]]:
     """Yield the lines with their numbers from 1, and whether they end where a line should."""
     try:
-        with _unpacked(path) as file:
-            for number, line in enumerate(file, 1):
-                yield number, line, line.endswith(b"\n")
-    except FileNotFoundError:
-        packed = path.with_name(f"{path.name}.gz")
-        if packed.exists():  # packed just now
-            yield from _lines(packed)
+        for number, line in enumerate(_unpacked(file), 1):
+            yield number, line, line.endswith(b"\n")
     except (OSError, EOFError, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise RecordingError(f"{path}: cannot be read: {reason}") from None
+        raise _unreadable(path, error) from None
 
 
-def _unpacked(path: Path) -> BinaryIO:
-    with path.open("rb") as file:
-        packed = file.read(2) == b"\x1f\x8b"
-    return gzip.open(path) if packed else path.open("rb")  # type: ignore[return-value]
+def _open(path: Path, stack: contextlib.ExitStack) -> BinaryIO | None:
+    """Open a file until the stack unwinds; None if there is none."""
+    try:
+        return stack.enter_context(path.open("rb"))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _unreadable(path, error) from None
+
+
+def _unpacked(file: BinaryIO) -> BinaryIO:
+    """Return what is in a file, unpacked if it is gzipped, whatever its name."""
+    packed = file.read(2) == b"\x1f\x8b"
+    file.seek(0)
+    return gzip.open(file) if packed else file  # type: ignore[return-value]
+
+
+def _unreadable(path: Path, error: Exception) -> RecordingError:
+    reason = getattr(error, "strerror", None) or str(error)
+    return RecordingError(f"{path}: cannot be read: {reason}")

@@ -60,6 +60,15 @@ def full_segments(path: Path) -> list[Segment]:
     return sorted(found.values())
 
 
+def _is_at(file: int, path: Path) -> bool:
+    """Say whether an open file is the one that lies at a path."""
+    try:
+        there = os.stat(path)
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(there, os.fstat(file))
+
+
 class SegmentWriter:
     """Writes lines, begins new files, keeps all of them within ``max_bytes``.
 
@@ -114,19 +123,14 @@ class SegmentWriter:
 
     def rotate(self) -> None:
         """Make the file a full segment and open a new one."""
-        file, path = self._file, self.path
-        if file is not None:
-            self._file = None
-            os.close(file)
-            self._set_aside(path)
+        if self._file is not None:
+            self._set_aside(self.path)  # while it is locked, so that nobody else does
         self.begin()
 
     def check(self) -> None:
         """Raise if somebody took the file away: what is written then would be seen by nobody."""
-        if self._file is not None:
-            there, own = os.stat(self.path), os.fstat(self._file)
-            if (there.st_dev, there.st_ino) != (own.st_dev, own.st_ino):
-                raise FileNotFoundError(0, "another file is in its place", str(self.path))
+        if self._file is not None and not _is_at(self._file, self.path):
+            raise FileNotFoundError(0, "it is gone from its place", str(self.path))
 
     def pack(self) -> bool:
         """Pack a little of the full segments; False when nothing is left to pack."""
@@ -166,9 +170,12 @@ class SegmentWriter:
                 os.close(file)
                 return False
             try:
+                if not _is_at(file, path):  # somebody set it aside just now
+                    continue
                 state = os.fstat(file)
                 regular = stat.S_ISREG(state.st_mode)
-                ours = regular and os.read(file, len(FIRST_BYTES)) == FIRST_BYTES
+                # What a kill or a full disk left of a first line is ours too.
+                ours = regular and FIRST_BYTES.startswith(os.read(file, len(FIRST_BYTES)))
                 if regular and state.st_size == 0:
                     self._file, self.path, self.size = file, path, 0
                     self._find_full()
