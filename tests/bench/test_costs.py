@@ -6,6 +6,7 @@ pytest.importorskip("vllm", reason="no vLLM here: run `nox -s tests-vllm`")
 
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
+from bench import eviction_cost
 from bench.__main__ import main
 from bench.eviction_cost import BLOCKS, Conversations, Driver, measure
 from bench.memory_cost import weigh
@@ -54,6 +55,28 @@ def test_both_managers_serve_the_measured_requests(priorities: int) -> None:
         "hit": {"lru", "evoke"},
     }
     assert all(len(taken) == 10 for each in seconds.values() for taken in each.values())
+
+
+def test_the_command_replaces_the_pool_or_serves_as_many_as_asked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served: list[tuple[int, int]] = []
+
+    def slow(blocks: int, requests: int, *_: object) -> dict[str, dict[str, list[float]]]:
+        served.append((blocks, requests))
+        return {"miss": {"lru": [0.001, 0.002, 0.02], "evoke": [0.003, 0.004, 0.005]}}
+
+    monkeypatch.setattr(eviction_cost, "measure", slow)
+    assert main(["eviction-cost"]) == 0
+    assert main(["eviction-cost", "--blocks", "5000", "--requests", "20"]) == 0
+    assert served == [(10_000, 1_000), (100_000, 1_562), (1_000_000, 15_625), (5_000, 20)]
+    lru, evoke = [
+        [cell.strip() for cell in line.split("│")[4:-1]]
+        for line in capsys.readouterr().out.splitlines()
+        if line.partition("│")[2].strip().startswith("5,000 ")
+    ]
+    assert lru == ["20", "7.667", "2.000", "20.000", "1", "1.00"]
+    assert evoke == ["20", "4.000", "4.000", "5.000", "0", "2.00"]
 
 
 @pytest.mark.parametrize("name", ["lru", "evoke"])
