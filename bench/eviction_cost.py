@@ -1,7 +1,8 @@
 """What a request costs in the scheduler: EVOKE's manager beside the stock LRU manager.
 
 Both managers run the same calls, in the order in which vLLM 0.24.0's scheduler makes them, turn by
-turn in one process, so that a noisy machine disturbs both alike: compare the ratios. The pool is
+turn in one process, so that a noisy machine disturbs both alike: compare the ratios. Times are the
+thread's CPU times (a manager never waits): what other programs take is not counted. The pool is
 first filled by a history rich in reuse (conversations that grow, share system prompts and are
 revisited), so that EVOKE's many small runs and rank classes are really there.
 
@@ -20,12 +21,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from vllm.v1.kv_offload.base import OffloadingManager, OffloadKey, ReqContext, make_offload_key
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
+from bench.progress import make_console
 from evoke_core import EvokeConfig
 from evoke_vllm.manager import EvokeOffloadingManager
 
@@ -42,7 +43,7 @@ _SHARED = 16
 _TURN = 8
 _TURNS = 12
 
-console = Console(soft_wrap=True)
+console = make_console()
 
 
 class Conversations:
@@ -176,9 +177,9 @@ def _until_full(manager: EvokeOffloadingManager, blocks: int) -> Iterator[None]:
 
 
 def _timed(driver: Driver, hashes: list[bytes]) -> tuple[float, int]:
-    start = time.perf_counter()
+    start = time.thread_time()
     restored = driver.run(hashes)
-    return time.perf_counter() - start, restored
+    return time.thread_time() - start, restored
 
 
 @click.command("eviction-cost")
@@ -196,7 +197,7 @@ def main(
 ) -> None:
     """Time 64-block miss and hit requests through the manager interface, beside stock LRU."""
     table = Table(title=f"milliseconds per {BLOCKS}-block request, one run")
-    for heading in ("resident blocks", "request", "manager", "requests"):
+    for heading in ("resident blocks", "request", "manager"):
         table.add_column(heading, justify="left" if heading in ("request", "manager") else "right")
     long = f"above {1e3 * LONG_S:.0f} ms"
     for heading in ("mean", "median", "maximum", long, "median / LRU's"):
@@ -212,7 +213,6 @@ def main(
                     f"{size:,}",
                     kind,
                     "stock LRU" if name == "lru" else f"EVOKE ({policy})",
-                    f"{number:,}",
                     *(f"{1e3 * value:.3f}" for value in figures),
                     str(sum(value > LONG_S for value in values)),
                     f"{median / base:.2f}",

@@ -16,12 +16,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import click
-from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
 from bench.eviction_cost import Conversations, Driver
+from bench.progress import make_console
 from evoke_core import EvokeConfig
 from evoke_vllm.manager import EvokeOffloadingManager
 
@@ -29,7 +29,7 @@ _TURNOVERS = 5.5  # the pool once, and the default of four remembered blocks for
 _REPORT_EVERY = 500  # requests
 _POLL_S = 0.2
 
-console = Console(soft_wrap=True)
+console = make_console()
 
 
 def weigh(

@@ -75,8 +75,8 @@ def test_the_command_replaces_the_pool_or_serves_as_many_as_asked(
         for line in capsys.readouterr().out.splitlines()
         if line.partition("│")[2].strip().startswith("5,000 ")
     ]
-    assert lru == ["20", "7.667", "2.000", "20.000", "1", "1.00"]
-    assert evoke == ["20", "4.000", "4.000", "5.000", "0", "2.00"]
+    assert lru == ["7.667", "2.000", "20.000", "1", "1.00"]
+    assert evoke == ["4.000", "4.000", "5.000", "0", "2.00"]
 
 
 @pytest.mark.parametrize("name", ["lru", "evoke"])
