@@ -97,8 +97,8 @@ def load(path: Path) -> Document:
 
 
 def load_all(folder: Path) -> list[Document]:
-    """Read a folder: recorded traces first, then phases, then shapes; named ones before fresh."""
-    kinds = ("recorded", "phase", "shape")
+    """Read a folder: recorded traces first, then phases, then shapes; named ones before others."""
+    kinds = ("recorded", "phase", "shape", "watched")
     found: Iterable[Document] = map(load, folder.glob("*.json"))
     return sorted(found, key=lambda each: (kinds.index(each.kind), not each.named, each.slug))
 

@@ -109,7 +109,7 @@ def test_the_report_is_a_pure_function_of_the_files(
     text = render(load_all(tmp_path), "pictures")
     assert text == render(documents, "pictures")
     assert text.index("## Recorded traces") < text.index("## Shapes the defaults")
-    assert text.index("## Shapes the defaults") < text.index("## Other shapes")
+    assert text.index("## Shapes the defaults") < text.index("## Fresh shapes")
     assert "(pictures/story.png)" in text
     assert "(pictures/recording.png)" in text
     whole = documents[0].whole
@@ -283,7 +283,7 @@ def test_traces_are_told_apart(tmp_path: Path) -> None:
     assert [each.slug for each in found if each.kind == "phase"] == ["phases"]
     assert len({each.slug for each in found}) == len(found)
     assert next(each for each in found if each.slug == "other").load().unique_blocks == 2
-    assert all(each.kind == "shape" for each in workloads([]))
+    assert {each.kind for each in workloads([])} == {"shape", "watched"}
 
 
 @pytest.mark.parametrize("content", [b"", b"no JSON\n", b"[1]\n", b"\x1f\x8bx"])
