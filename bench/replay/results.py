@@ -6,8 +6,9 @@ path. Another schema is refused.
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from bench.errors import BenchError
@@ -17,12 +18,28 @@ SCHEMA = 1
 
 
 @dataclass(frozen=True)
+class Pace:
+    """Seconds that the replay of `lru` and a bare loop over an ordered dictionary took in turns."""
+
+    budget: str
+    replayed: list[float]
+    looped: list[float]
+
+    @property
+    def times(self) -> float:
+        """How many times as long the replay took: the median over the turns."""
+        return median(
+            replay / loop for replay, loop in zip(self.replayed, self.looped, strict=True)
+        )
+
+
+@dataclass(frozen=True)
 class Document:
     """One workload. `second` counts the second half only, after the first has warmed the tier.
 
     `hints` holds replays with tags by what was claimed, `sweep` LRU at many budgets, `curve` some
-    policies at many budgets. `loop_seconds` is a bare loop over an ordered dictionary at the
-    budgets of `whole`, summed, as a measure for the speed of `lru`.
+    policies at many budgets, `pace` the speed of `lru` at the budgets of `whole` (nothing where it
+    was not measured).
     """
 
     slug: str
@@ -39,14 +56,14 @@ class Document:
     hints: dict[str, TraceResult]
     sweep: TraceResult | None
     curve: TraceResult | None
-    loop_seconds: float | None
+    pace: list[Pace]
 
     def save(self, folder: Path) -> Path:
         """Write `<slug>.json` and return it; an older one is replaced."""
         plain = {
             name: value
             for name, value in self.__dict__.items()
-            if name not in ("whole", "second", "hints", "sweep", "curve")
+            if name not in ("whole", "second", "hints", "sweep", "curve", "pace")
         }
         content = {
             "schema": SCHEMA,
@@ -56,6 +73,7 @@ class Document:
             "hints": {name: result.as_dict() for name, result in self.hints.items()},
             "sweep": self.sweep and self.sweep.as_dict(),
             "curve": self.curve and self.curve.as_dict(),
+            "pace": [asdict(each) for each in self.pace],
         }
         path = folder / f"{self.slug}.json"
         path.write_text(json.dumps(content, indent=1) + "\n")
@@ -71,14 +89,16 @@ def load(path: Path) -> Document:
         for name in ("whole", "second", "sweep", "curve"):
             content[name] = content[name] and _result(content[name])
         content["hints"] = {name: _result(each) for name, each in content["hints"].items()}
+        content.pop("loop_seconds", None)  # of older files, in which pace was measured otherwise
+        content["pace"] = [Pace(**each) for each in content.get("pace", ())]
         return Document(**content)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise BenchError(f"{path} is not a result of this benchmark: {error}") from None
 
 
 def load_all(folder: Path) -> list[Document]:
-    """Read a folder: recorded traces first, then phases, then shapes; named ones before fresh."""
-    kinds = ("recorded", "phase", "shape")
+    """Read a folder: recorded traces first, then phases, then shapes; named ones before others."""
+    kinds = ("recorded", "phase", "shape", "watched")
     found: Iterable[Document] = map(load, folder.glob("*.json"))
     return sorted(found, key=lambda each: (kinds.index(each.kind), not each.named, each.slug))
 

@@ -2,18 +2,17 @@
 
 import os
 import platform
-import time
-from collections import OrderedDict
 from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib import metadata
 
 from bench.demo.results import machine
+from bench.replay import pace
 from bench.replay.hints import CLAIMS
 from bench.replay.results import Document
 from bench.replay.targets import CEILING, OURS, RIVALS
 from bench.replay.workloads import Workload
-from evoke_core.replay import Budget, Cell, Trace, TraceResult, replay
+from evoke_core.replay import Cell, TraceResult, replay
 
 POLICIES = (OURS, "scored", *RIVALS, CEILING)
 _HINTED = (OURS, "scored")
@@ -23,12 +22,12 @@ _DISTRIBUTIONS = ("evoke-core", "numpy")
 
 
 def cells(workload: Workload, *, quick: bool) -> int:
-    """Return how many cells a workload takes."""
+    """Return how often a workload reports: cells, and budgets at which the pace is measured."""
     budgets = len(workload.budgets)
     count = budgets * len(POLICIES)
     if not quick:
         if workload.kind == "recorded":
-            count += budgets * len(POLICIES) + len(_SWEEP)
+            count += budgets * len(POLICIES) + len(_SWEEP) + budgets  # the last: pace
         count += len(workload.curve) * len(_CURVE)
     if workload.hinted and not (quick and workload.kind == "recorded"):
         count += budgets * len(CLAIMS) * len(_HINTED)
@@ -74,31 +73,11 @@ def run(workload: Workload, *, jobs: int, quick: bool, on_cell: Callable[[], Non
         hints=hints,
         sweep=sweep,
         curve=curve,
-        loop_seconds=_loop(trace, budgets) if recorded and not quick else None,
+        # Last, when no other process of this replay is left to disturb it.
+        pace=pace.measure(trace, budgets, on_budget=on_cell) if recorded and not quick else [],
     )
 
 
 def _versions() -> dict[str, str]:
     found = {name: metadata.version(name) for name in _DISTRIBUTIONS}
     return {"python": platform.python_version(), **found}
-
-
-def _loop(trace: Trace, budgets: tuple[str, ...]) -> float:
-    """Return the seconds of LRU written as a bare loop, chains at hand, over all budgets."""
-    chains = [trace.chain(request) for request in range(len(trace))]
-    started = time.perf_counter()
-    for budget in budgets:
-        capacity = Budget.parse(budget).blocks(trace)
-        resident: OrderedDict[int, None] = OrderedDict()
-        hits = 0
-        for chain in chains:
-            for block in chain:
-                if block not in resident:
-                    break
-                hits += 1
-            for block in reversed(chain):
-                resident[block] = None
-                resident.move_to_end(block)
-            while len(resident) > capacity:
-                resident.popitem(last=False)
-    return time.perf_counter() - started

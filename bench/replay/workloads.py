@@ -1,8 +1,10 @@
 """What is replayed, and with which budgets.
 
-A workload is *named* if the policy's constants were chosen looking at it, and fresh if not. Shapes
-and budgets are fixed here; recorded traces are found in a folder or given by path, and told apart
-by what their first line holds.
+A workload is *named* if the policy's constants were chosen on it. A shape is *watched* if it was
+looked at while the policy was worked on, without being one of the named. What is neither is fresh:
+nothing about the policy was decided after it had been replayed. Shapes and budgets are fixed here;
+recorded traces are found in a folder or given by path, and told apart by what their first line
+holds.
 """
 
 import gzip
@@ -15,10 +17,80 @@ from typing import Any, Literal
 from bench.errors import UsageProblem
 from evoke_core.replay import Trace, TraceError, concatenate, first, generate, read_trace
 
-Kind = Literal["recorded", "phase", "shape"]
+Kind = Literal["recorded", "phase", "shape", "watched"]
 SIZES = ("1%", "3%", "10%", "30%")
 CODE_SIZES = ("1%", "3%", "8%")
 LOOP_SIZES = ("14%", "27%", "55%")
+ZIPF_SIZES = ("3%", "10%", "27%")
+MIX_SIZES = ("1%", "3%", "10%")
+_WATCHED = (
+    ("w1-20", "W1: 20 contexts", "w1:contexts=20", (*LOOP_SIZES, "80%")),
+    ("w1-5", "W1: 5 contexts of 90", "w1:contexts=5,blocks=90,rounds=20", LOOP_SIZES),
+    ("w1-any", "W1: 12 contexts, shuffled", "w1:contexts=12,seed=1", LOOP_SIZES),
+    ("w1s-12", "W1S: 12 cold of 120 blocks", "w1s:cold=12,cold_blocks=120", LOOP_SIZES),
+    ("w1s-any", "W1S: 2 hot, 6 cold, shuffled", "w1s:seed=2,rounds=24", LOOP_SIZES),
+    ("w1s-3", "W1S: 3 hot, 9 cold, shuffled", "w1s:hot=3,cold=9,seed=5", LOOP_SIZES),
+    ("zipf", "Zipf .9: 400 users", "zipf", ZIPF_SIZES),
+    (
+        "zipf-few",
+        "Zipf .9: 40 users, long",
+        "zipf:users=40,requests=3000,turns=40,seed=1",
+        ZIPF_SIZES,
+    ),
+    (
+        "zipf-many",
+        "Zipf 1.2: 2,000 users",
+        "zipf:users=2000,requests=6000,skew=120,turns=8,seed=2",
+        ZIPF_SIZES,
+    ),
+)
+_FRESH = (
+    ("w1-16", "W1: 16 contexts of 25", "w1:contexts=16,blocks=25,rounds=15", LOOP_SIZES),
+    (
+        "w1-10",
+        "W1: 10 contexts, shuffled",
+        "w1:contexts=10,blocks=64,rounds=20,seed=21",
+        LOOP_SIZES,
+    ),
+    ("w1s-9", "W1S: 2 hot, 9 cold", "w1s:hot=2,cold=9,rounds=18", LOOP_SIZES),
+    (
+        "w1s-1",
+        "W1S: 1 hot, 12 cold, shuffled",
+        "w1s:hot=1,cold=12,cold_per_round=2,cold_blocks=70,rounds=24,seed=22",
+        LOOP_SIZES,
+    ),
+    (
+        "w1s-6",
+        "W1S: 6 hot, 18 cold, shuffled",
+        "w1s:hot=6,cold=18,cold_per_round=6,blocks=30,rounds=20,seed=23",
+        LOOP_SIZES,
+    ),
+    (
+        "w1s-scan",
+        "W1S: 4 hot, 8 cold, long questions",
+        "w1s:hot=4,cold=8,question_blocks=30,rounds=20,seed=24",
+        LOOP_SIZES,
+    ),
+    (
+        "zipf-short",
+        "Zipf .8: 1,000 users, short",
+        "zipf:users=1000,requests=5000,turns=4,skew=80,seed=25",
+        ZIPF_SIZES,
+    ),
+    (
+        "zipf-long",
+        "Zipf 1.1: 200 users, long",
+        "zipf:users=200,requests=3000,turns=20,turn_blocks=6,skew=110,seed=26",
+        ZIPF_SIZES,
+    ),
+    ("mix", "Three tenants", "mix:seed=27", MIX_SIZES),
+    (
+        "mix-scans",
+        "Three tenants, half are scans",
+        "mix:contexts=12,users=300,scans=50,requests=3000,seed=28",
+        MIX_SIZES,
+    ),
+)
 AN_HOUR: dict[str, Any] = {"sessions": 80, "window": 3600.0, "seed": 0}
 
 
@@ -188,29 +260,15 @@ def _shapes() -> list[Workload]:
         _shape("w1s", "W1S: 2 hot, 6 cold", "w1s", LOOP_SIZES, named=True, loops=True, hinted=True),
         _shape("w1s-4", "W1S: 4 hot, 10 cold, shuffled", w1s_4, LOOP_SIZES, named=True),
     ]
-    fresh = [
-        _shape("w1-20", "W1: 20 contexts", "w1:contexts=20", (*LOOP_SIZES, "80%")),
-        _shape("w1-5", "W1: 5 contexts of 90", "w1:contexts=5,blocks=90,rounds=20", LOOP_SIZES),
-        _shape("w1-any", "W1: 12 contexts, shuffled", "w1:contexts=12,seed=1", LOOP_SIZES),
-        _shape("w1s-12", "W1S: 12 cold of 120 blocks", "w1s:cold=12,cold_blocks=120", LOOP_SIZES),
-        _shape("w1s-any", "W1S: 2 hot, 6 cold, shuffled", "w1s:seed=2,rounds=24", LOOP_SIZES),
-        _shape("w1s-3", "W1S: 3 hot, 9 cold, shuffled", "w1s:hot=3,cold=9,seed=5", LOOP_SIZES),
-    ]
-    for slug, title, parameters in (
-        ("zipf", "Zipf .9: 400 users", ""),
-        ("zipf-few", "Zipf .9: 40 users, long", ":users=40,requests=3000,turns=40,seed=1"),
-        ("zipf-many", "Zipf 1.2: 2,000 users", ":users=2000,requests=6000,skew=120,turns=8,seed=2"),
-    ):
-        fresh.append(_shape(slug, title, f"zipf{parameters}", ("3%", "10%", "27%")))
-    return named + fresh
+    watched = [_shape(*each, kind="watched") for each in _WATCHED]
+    return [*named, *watched, *(_shape(*each) for each in _FRESH)]
 
 
 def _shape(slug: str, title: str, text: str, budgets: tuple[str, ...], **more: Any) -> Workload:
-    more.setdefault("named", False)
+    more = {"kind": "shape", "named": False, **more}
     return Workload(
         slug=slug,
         title=title,
-        kind="shape",
         budgets=budgets,
         settings={"shape": text, "block_tokens": 512},
         load=lambda: generate(text),

@@ -10,11 +10,11 @@ from attrs import evolve
 
 from bench.__main__ import main
 from bench.errors import BenchError, UsageProblem
-from bench.replay import cli
+from bench.replay import cli, pace
 from bench.replay.hints import CLAIMS
 from bench.replay.plots import draw
 from bench.replay.report import render
-from bench.replay.results import Document, load, load_all
+from bench.replay.results import Document, Pace, load, load_all
 from bench.replay.run import cells, run
 from bench.replay.targets import Verdict, duels, losses, lru_budget, points, verdicts
 from bench.replay.workloads import Workload, find_traces, workloads
@@ -84,6 +84,16 @@ def test_documents_survive_a_file(documents: list[Document], tmp_path: Path) -> 
     assert {"schema", "date", "machine", "versions", "settings"} <= set(content)
 
 
+def test_files_from_before_the_pace_was_kept_still_load(
+    documents: list[Document], tmp_path: Path
+) -> None:
+    path = documents[0].save(tmp_path)
+    content = json.loads(path.read_text())
+    del content["pace"]
+    path.write_text(json.dumps(content | {"loop_seconds": 1.5}))
+    assert load(path) == replace(documents[0], pace=[])
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": 99}', '{"schema": 1}'])
 def test_other_files_are_refused_by_name(text: str, tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text(text)
@@ -99,7 +109,7 @@ def test_the_report_is_a_pure_function_of_the_files(
     text = render(load_all(tmp_path), "pictures")
     assert text == render(documents, "pictures")
     assert text.index("## Recorded traces") < text.index("## Shapes the defaults")
-    assert text.index("## Shapes the defaults") < text.index("## Other shapes")
+    assert text.index("## Shapes the defaults") < text.index("## Fresh shapes")
     assert "(pictures/story.png)" in text
     assert "(pictures/recording.png)" in text
     whole = documents[0].whole
@@ -202,6 +212,37 @@ def test_memory_that_lru_would_need() -> None:
     assert lru_budget(sweep, 0.09) is None
 
 
+def test_the_pace_is_measured_on_whole_recorded_traces(documents: list[Document]) -> None:
+    recorded, *shapes = documents
+    assert [each.budget for each in recorded.pace] == ["20%", "40%"]
+    for each in recorded.pace:
+        assert len(each.replayed) == len(each.looped) == pace.ROUNDS
+        assert min(each.replayed + each.looped) > 0.0
+    assert [each.pace for each in shapes] == [[], []]
+    text = render(documents, "p")
+    assert f"Small recording {recorded.pace[0].times:.2f} (20%)" in text
+    assert "Small shape" not in text.rpartition("bare loop")[2]
+
+
+def test_a_loop_that_finds_other_blocks_is_no_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace, "_loop", lambda chains, capacity: 7)
+    with pytest.raises(BenchError, match=r"w1s, 20%: the replay of lru found \d+ .* loop 7$"):
+        pace.measure(generate("w1s"), ["20%"], on_budget=lambda: None)
+
+
+@pytest.mark.parametrize(("slowest", "holds"), [(3.0, True), (3.1, False), (None, None)])
+def test_the_pace_is_judged_by_its_worst_cell(
+    documents: list[Document], slowest: float | None, holds: bool | None
+) -> None:
+    paces = []
+    if slowest is not None:  # medians: one disturbed turn does not decide
+        paces = [Pace("10", [2.0], [1.0]), Pace("20", [9.0, slowest, 1.0], [1.0, 1.0, 1.0])]
+    found = verdict([replace(documents[0], pace=paces, title="T")], "`lru` takes")
+    assert found.holds is holds
+    if slowest is not None:
+        assert found.found == f"worst {slowest:.2f} times (T, 20), 2 cells"
+
+
 def test_claims_are_what_they_say() -> None:
     trace = generate("w1:contexts=40,rounds=2,blocks=2")
     tags = {name: [claim(trace, at) for at in range(80)] for name, claim in CLAIMS.items()}
@@ -242,7 +283,7 @@ def test_traces_are_told_apart(tmp_path: Path) -> None:
     assert [each.slug for each in found if each.kind == "phase"] == ["phases"]
     assert len({each.slug for each in found}) == len(found)
     assert next(each for each in found if each.slug == "other").load().unique_blocks == 2
-    assert all(each.kind == "shape" for each in workloads([]))
+    assert {each.kind for each in workloads([])} == {"shape", "watched"}
 
 
 @pytest.mark.parametrize("content", [b"", b"no JSON\n", b"[1]\n", b"\x1f\x8bx"])

@@ -119,7 +119,8 @@ class Slow:
         return index, [1.0 - math.prod(1.0 - p for p in hazard) for hazard in hazards]
 
     def _evidence(self) -> tuple[Grid, Grid]:
-        decay = math.exp(-(self.clock - self._learned_at) / MEMORY)
+        memory = min(MEMORY, 1 + self.clock / 2)  # what comes first is forgotten sooner
+        decay = math.exp(-(self.clock - self._learned_at) / memory)
         self._learned_at = self.clock
         for row in self._folded:
             for cell in row:

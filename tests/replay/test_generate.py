@@ -54,6 +54,7 @@ def test_shapes_by_name() -> None:
         ("w1:speed=3", "unknown parameter 'speed'"),
         ("w1:rounds=many", "rounds = 'many' is no whole number"),
         ("w1:rounds=0", "rounds = 0 is not allowed"),
+        ("mix:scans=101", "scans = 101 is not allowed; allowed: a percentage"),
     ],
 )
 def test_shapes_that_cannot_be(text: str, reason: str) -> None:
@@ -112,6 +113,25 @@ def test_a_higher_skew_concentrates_requests_and_the_seed_decides() -> None:
 
     assert visits(skew=0)[0] < 80 < 300 < visits(skew=100)[0]
     assert visits(seed=1) == visits(seed=1) != visits(seed=2)
+
+
+def test_tenants_side_by_side() -> None:
+    trace = generate("mix:requests=600,contexts=3,blocks=5,users=4,turns=2,turn_blocks=2")
+    kinds = [str(session).partition("-")[0] for session in trace.sessions]
+    assert 0.2 < kinds.count("scan") / 600 < 0.4
+    assert 0.8 < kinds.count("context") / kinds.count("user") < 1.25
+    lengths = {
+        kind: {trace.lengths[at] for at in range(600) if kinds[at] == kind} for kind in kinds
+    }
+    assert lengths == {"scan": {60}, "context": {6}, "user": {2, 4}}
+    looped = [
+        session for session, kind in zip(trace.sessions, kinds, strict=True) if kind[0] == "c"
+    ]
+    assert looped[:4] == ["context-0", "context-1", "context-2", "context-0"]
+    scans = [set(trace.chain(at)) for at in range(600) if kinds[at] == "scan"]
+    assert sum(map(len, scans)) == len(set.union(*scans)), "never seen again"
+    assert list(generate("mix:seed=1").tails) == list(generate("mix:seed=1").tails)
+    assert list(generate("mix:seed=1").lengths) != list(generate("mix:seed=2").lengths)
 
 
 def test_the_first_requests_of_a_trace() -> None:

@@ -19,7 +19,9 @@ Beckmann, Chen and Cidon, NSDI 2018). Evicting the lowest index first is exact f
 blocks and works because it needs no decision between recency and frequency: a loop's blocks rise as
 their return comes near, a scan's fall at once.
 
-What it forgets: evidence decays by 1/e in ``MEMORY`` requests. What it cannot know: anything that
+What it forgets: evidence decays by 1/e in ``MEMORY`` requests, early on in half as many as were
+seen: the popular come first, so the first blocks say too much good of those that follow. What it
+cannot know: anything that
 ages and counts do not show, above all which blocks return together; that the present will end.
 
 Guarantees: pure numbers in, pure numbers out; deterministic; the same whether blocks are reported
@@ -35,6 +37,8 @@ import numpy.typing as npt
 
 MEMORY = 5_000
 """Requests after which evidence has decayed to 1/e. A fifth of it costs .004 on real traces."""
+
+_EARLY_MEMORY = 0.5  # of the requests seen so far, where that is less
 
 COUNT_EDGES = (2, 3, 5, 9, 17, 40)
 GAP_EDGES = (2, 8, 32, 128, 512, 2048)
@@ -176,7 +180,8 @@ class ReuseModel:
 
     def _evidence(self) -> tuple[Table, Table]:
         """Fold in what is new, let the old decay, and add the blocks that still wait."""
-        decay = math.exp(-(self.clock - self._learned_at) / MEMORY)
+        memory = min(MEMORY, 1.0 + _EARLY_MEMORY * self.clock)
+        decay = math.exp(-(self.clock - self._learned_at) / memory)
         self._learned_at = self.clock
         self._reused = self._reused * decay + self._new_reused
         self._unused = self._unused * decay + self._new_unused

@@ -10,7 +10,15 @@ The command ``evoke replay`` does the same with tables, plots and a progress bar
 of a single tier, one request after the other, see :mod:`~evoke_core.replay.simulate`.
 """
 
-from evoke_core.replay.generate import concatenate, conversations, first, generate, hot_cold, loop
+from evoke_core.replay.generate import (
+    concatenate,
+    conversations,
+    first,
+    generate,
+    hot_cold,
+    loop,
+    tenants,
+)
 from evoke_core.replay.grid import (
     Budget,
     Cell,
@@ -53,5 +61,6 @@ __all__ = [
     "recorded_tags",
     "replay",
     "simulate",
+    "tenants",
     "untagged",
 ]

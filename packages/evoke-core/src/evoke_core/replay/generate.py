@@ -3,6 +3,7 @@
 - :func:`loop` (W1): contexts visited round robin, the worst case of recency.
 - :func:`hot_cold` (W1S): a few contexts in every round while a scan of others passes through.
 - :func:`conversations`: growing conversations of skewed popularity behind shared instructions.
+- :func:`tenants`: a loop, short conversations and prompts that come once, side by side.
 - :func:`concatenate`: one trace after another, a change of phase; :func:`first`: its beginning.
 
 In the first two every request is a context of ``blocks`` blocks and a question of
@@ -13,7 +14,7 @@ order is fixed. Generated requests are a second apart.
 import random
 from array import array
 from bisect import bisect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from inspect import signature
 from itertools import accumulate
 
@@ -117,10 +118,62 @@ def conversations(
     return builder.build()
 
 
+def tenants(
+    *,
+    requests: int = 2000,
+    scans: int = 30,
+    scan_blocks: int = 60,
+    contexts: int = 6,
+    blocks: int = 40,
+    users: int = 100,
+    turn_blocks: int = 4,
+    turns: int = 10,
+    seed: int = 0,
+) -> Trace:
+    """Return the requests of three tenants in random order.
+
+    ``scans`` percent come from a batch job: prompts of ``scan_blocks`` that are never seen again.
+    The others come in equal parts from a loop over ``contexts`` of ``blocks``, each time with a
+    question of one block, and from ``users``, drawn with equal chances, whose conversations grow by
+    ``turn_blocks`` a request and start anew after ``turns``.
+
+    Raises:
+        TraceError: a number below its minimum, or more than 100 percent.
+    """
+    _at_least(1, requests=requests, contexts=contexts, blocks=blocks, users=users, turns=turns)
+    _at_least(1, scan_blocks=scan_blocks, turn_blocks=turn_blocks)
+    _at_least(0, scans=scans)
+    if scans > 100:
+        raise TraceError(f"scans = {scans} is not allowed; allowed: a percentage")
+    draw = random.Random(seed)
+    builder = TraceBuilder("mix", TOKENS_PER_BLOCK)
+    done = [0] * users
+    looped = 0
+    chain: list[Hashable]
+    for request in range(requests):
+        if draw.random() * 100 < scans:
+            session = f"scan-{request}"
+            chain = [("scan", request, at) for at in range(scan_blocks)]
+        elif draw.random() < 0.5:
+            session = f"context-{looped % contexts}"
+            chain = [("context", looped % contexts, at) for at in range(blocks)]
+            chain.append(("question", request, 0))
+            looped += 1
+        else:
+            user = draw.randrange(users)
+            conversation, turn = divmod(done[user], turns)
+            done[user] += 1
+            session = f"user-{user}-{conversation}"
+            chain = [("turn", session, at) for at in range((turn + 1) * turn_blocks)]
+        builder.add(float(request), builder.extend(HEAD, chain), session=session)
+    return builder.build()
+
+
 SHAPES: Mapping[str, Callable[..., Trace]] = {
     "w1": loop,
     "w1s": hot_cold,
     "zipf": conversations,
+    "mix": tenants,
 }
 """Shapes by name."""
 
