@@ -1,16 +1,17 @@
 """What a server shows of its tier: metrics, KV events and a recording, after one busy life.
 
-One server with default settings serves agents under pressure, one request at a time and then many
-at once, and is stopped. Everything it showed must agree with vLLM's own counters and with each
-other, and a replay of its recording must find what it found.
+One server with default settings and two ranks (tensor parallelism) serves agents under pressure,
+one request at a time and then many at once, and is stopped. Everything it showed must agree with
+vLLM's own counters and with each other, and a replay of its recording must find what it found.
 """
 
 import json
+import os
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -60,9 +61,14 @@ def life(tmp_path_factory: pytest.TempPathFactory) -> Life:
         publish = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint}
         options = ["--kv-events-config", json.dumps(publish)]
         options += ["--shutdown-timeout", "20"]  # without it the engine is killed, not stopped
-        with serving(folder, *options, record_trace=str(recording)) as tier:
-            while not payloads:  # what is published before the subscription arrives is lost
-                tier.ask(tier.fresh(1), {"no_store": True})
+        options += ["--tensor-parallel-size", "2", "--distributed-executor-backend", "mp"]
+        with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+            cores = sorted(os.sched_getaffinity(0))
+            patch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")
+            tier = stack.enter_context(serving(folder, *options, record_trace=str(recording)))
+            for _ in range(50):  # what is published before the subscription arrives is lost
+                if not payloads:
+                    tier.ask(tier.fresh(1), {"no_store": True})
             _live(tier)
             metrics = tier.metrics()
         time.sleep(1)

@@ -18,13 +18,12 @@ pytestmark = pytest.mark.engine
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tier]:
-    """One server for all: ranked by the score, half a tier for each session."""
+    """One server for all: ranked by the score, half a tier for each session, MultiConnector."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_SERVER_DEV_MODE", "1")  # resets over HTTP
         folder = tmp_path_factory.mktemp("tags")
-        with serving(
-            folder, policy="scored", recency_half_life=8, max_session_fraction=0.5
-        ) as tier:
+        settings = {"policy": "scored", "recency_half_life": 8, "max_session_fraction": 0.5}
+        with serving(folder, multi=True, **settings) as tier:
             yield tier
 
 
