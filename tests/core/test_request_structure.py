@@ -138,6 +138,24 @@ def test_the_oldest_pin_makes_way() -> None:
     assert b[0] in idx
 
 
+def test_the_request_that_began_last_says_how_old_a_pin_is() -> None:
+    """An older request that comes back to a block makes its pin no older, and no younger."""
+    idx = index(capacity=8)
+    idx.open("old", RequestTags(pinned=True), 0.0)
+    b, a = store(idx, "b", pinned=True), store(idx, "a", pinned=True)
+    idx.touch("old", a)
+    store(idx, "c", pinned=True)
+    assert order(idx) == b
+
+
+def test_of_blocks_that_are_there_already_the_head_is_pinned_too() -> None:
+    idx = index(capacity=8)
+    keys = store(idx, "x", 5)
+    ask(idx, keys, pinned=True)
+    assert [view(idx, key).pinned for key in keys] == [True, True, False, False, False]
+    assert order(idx) == [b"x4", b"x3", b"x2"]
+
+
 def test_a_pin_that_is_no_more_leaves_a_high_priority() -> None:
     for pinned, priority in ((False, 1.0), (True, 4.0)):
         idx = index(max_pinned_fraction=0.0)
@@ -568,6 +586,17 @@ def test_two_sessions_over_their_share_give_by_rank() -> None:
     assert order(idx) == [b"s00", b"t00", b"s10", b"t10", b"old0", b"s20", b"t20", b"s30", b"t30"]
 
 
+def test_however_many_small_blocks_it_takes_a_session_gives_down_to_its_share() -> None:
+    """A flood of 1,500 prompts of one block, 700 over the share; the quiet ones are the oldest."""
+    idx = index("lru", capacity=1_600, max_session_fraction=0.5)
+    quiet = [key for at in range(100) for key in store(idx, f"q{at}-", session=f"quiet{at % 9}")]
+    for at in range(1_500):
+        store(idx, f"f{at}-", session="flood")
+    gone = reasons(idx.evict(750))
+    expected = [(b"f%d-0" % at, "session share") for at in range(700)]
+    assert gone == expected + [(key, "capacity") for key in quiet[:50]]
+
+
 def test_expired_blocks_go_before_those_of_a_session_over_its_share() -> None:
     idx = index("lru", capacity=8, max_session_fraction=0.25)
     for at in range(4):
@@ -693,6 +722,13 @@ def test_blocks_without_positions_know_no_spans() -> None:
     ] * 2
     pass_time(idx, 9.0)
     assert {batch.reason for batch in idx.evict(2)} == {"capacity"}
+
+
+def test_a_key_named_twice_in_a_window_group_moves_nobody() -> None:
+    idx = RetentionIndex(EvokeConfig(policy="scored"), window_groups=(1,))
+    idx.open("a", RequestTags(), 0.0)
+    assert idx.insert("a", [b"v", b"w", b"v", b"x"], group=1, start=3) == [b"v", b"w", b"x"]
+    assert [view(idx, key).position for key in (b"v", b"w", b"x")] == [3, 4, 6]
 
 
 def test_blocks_that_differ_only_in_their_spans_are_told_apart_for_good() -> None:

@@ -9,7 +9,7 @@ because here is where runs split, grow and go.
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from itertools import islice, pairwise, repeat
+from itertools import pairwise, repeat
 from types import MappingProxyType
 
 from evoke_core.bulk import delete
@@ -20,12 +20,6 @@ from evoke_core.policies import Policy
 from evoke_core.runs import Run
 from evoke_core.sessions import Sessions
 from evoke_core.terms import NO_TERMS, Terms
-
-_GIVING = 256
-"""Leaf runs that are compared when sessions over their share give way: those used least recently.
-
-So a flood of tiny prompts costs no more than a few conversations.
-"""
 
 NOTHING: Mapping[str, int] = MappingProxyType({})
 
@@ -308,8 +302,7 @@ class Forest:
         if not excess:
             return None
         owned = (run for session in excess for run in self.sessions.runs(session or ""))
-        leaves = (run for run in islice(owned, 4 * _GIVING) if run.entry is not None)
-        return OverShare(list(islice(leaves, _GIVING)), excess)
+        return OverShare(owned, excess)
 
     def restore(self) -> None:
         self._order.restore()

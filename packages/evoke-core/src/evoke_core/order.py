@@ -15,7 +15,7 @@ and skipped when they surface; a heap is rebuilt when stale entries outnumber li
 
 import math
 from bisect import insort
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from operator import attrgetter
 from typing import TYPE_CHECKING, Literal
@@ -43,6 +43,12 @@ Step = tuple["Run", int, Reason]
 """(run, how many of its last remaining blocks go, why)."""
 
 _STALE_SLACK = 64
+
+_GIVING = 256
+"""Leaf runs that are compared at a time when sessions over their share give way.
+
+So a flood of tiny prompts costs no more than a few conversations: those used least recently.
+"""
 
 _bound = attrgetter("bound")
 
@@ -80,9 +86,12 @@ class RankClass:
 
 @frozen
 class OverShare:
-    """The sessions that must give way: their runs, and by how many blocks each is over."""
+    """The sessions that must give way: their runs, and by how many blocks each is over.
 
-    runs: list["Run"]
+    The runs come least recently used first, session by session.
+    """
+
+    runs: Iterator["Run"]
     excess: dict[str | None, int]
 
 
@@ -193,15 +202,26 @@ class LeafOrder:
             offer(self._entry(run), self._policy.class_key(run, self._clock), None, room)
 
         early: set[Run] = set()
-        if over is not None:
-            for run in over.runs:
-                if run.entry is not None and not run.expired and (room := available(run)):
-                    early.add(run)
-                    offer(run.entry, self._policy.class_key(run, self._clock), None, room)
+        giving: set[Run] = set()  # those of them that still wait
+        more = over.runs if over is not None else iter(())
+
+        def offer_giving() -> None:
+            """Let the next runs of sessions over their share compete, if there still are any."""
+            if any(blocks > 0 for blocks in excess.values()):
+                for run in more:
+                    if run.entry is not None and not run.expired and (room := available(run)):
+                        giving.add(run)
+                        offer(run.entry, self._policy.class_key(run, self._clock), None, room)
+                        if len(giving) == _GIVING:
+                            break
+                early.update(giving)
+
         for run in challengers:
             offer_run(run, len(run.keys))
         offer_first(self._expired)
         while n > 0:
+            if excess and not giving:
+                offer_giving()
             while opened < len(self._by_bound) and (
                 not frontier
                 or (frontier[0][0] == _ORDINARY and self._by_bound[opened].bound <= frontier[0][1])
@@ -223,6 +243,7 @@ class LeafOrder:
             most = n
             if tier == _OVER_SHARE:
                 if excess[owner] <= 0:  # back within its share: an ordinary leaf from here on
+                    giving.discard(run)
                     heappush(frontier, (_ORDINARY, score, entry, None, room, kept))
                     continue
                 most = min(n, excess[owner])
@@ -233,6 +254,8 @@ class LeafOrder:
             n -= take
             if owner in excess:
                 excess[owner] -= take
+            if take == room:
+                giving.discard(run)
             if take < room:
                 shallower = (entry[0], entry[1] + take, *entry[2:])
                 heappush(frontier, (tier, score, shallower, None, room - take, kept))
