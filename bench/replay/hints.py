@@ -3,8 +3,8 @@
 Each function can be sent to another process. What is shuffled or greedy is decided by a hash, so it
 is the same in every run.
 
-A *promise* is `expect_reuse_in_s`: an agent that waits for a tool knows when it will be back. Here it
-knows it exactly, as the best client could; where no session is recorded, nobody promises anything.
+A *promise* is `expect_reuse_in_s`: an agent that waits for a tool knows when it will be back. Here
+it knows it exactly, as the best client could; where no session is recorded, nobody promises.
 """
 
 import zlib
@@ -45,7 +45,7 @@ def greedy(trace: Trace, request: int) -> RequestTags:
 
 
 def promised(trace: Trace, request: int) -> RequestTags:
-    """Return what is true: role and session, when the request's blocks return, its session's end."""
+    """Return what is true: role, session and its end, and when the request's blocks return."""
     returns = _returns(trace)[request]
     return _promise(trace, request, returns, last=returns is None)
 

@@ -58,10 +58,13 @@ budgets, on a logarithmic scale of sizes.
 
 _HINTS = """\
 Hit ratios with tags, as points gained or lost against no tags at all. *Truthful*: session and role
-as recorded (the conversations record neither, the shapes only sessions). *Shuffled*: roles and
-priorities at random. *All at maximum*: every request claims role `system` and priority 10. *One
-greedy tenant*: only one in eight does. `scored` obeys its tags by definition, so it loses what a
-liar takes.
+as recorded (the conversations record neither, the shapes only sessions). *With promises*: each
+request of a session says, besides, in how many seconds its blocks will be needed again
+(`expect_reuse_in_s`, here known exactly), and the last one of a session that it is the last.
+*Shuffled*: roles and priorities at random. *All at maximum*: every request claims role `system` and
+priority 10. *One greedy tenant*: only one in eight does. *Promises at random*: each request makes
+the promise that is true of another one; *everything promised at once*: all say one second.
+`scored` obeys its tags by definition, so it loses what a liar takes.
 """
 
 _PACE = """\

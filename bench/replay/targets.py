@@ -102,11 +102,11 @@ def verdicts(documents: Sequence[Document]) -> list[Verdict]:
     watched = [each for each in documents if each.kind == "watched"]
     found += [
         _never_below("shapes watched meanwhile", _whole(watched), _TOLERANCE["generated"]),
-        _hints(documents, "truthful", lambda claim: claim == "truthful", _LOSS_TRUTHFUL),
+        _hints(documents, "truthful", lambda claim: claim.startswith("truthful"), _LOSS_TRUTHFUL),
         _hints(
             documents,
             "shuffled, at maximum, greedy",
-            lambda claim: claim != "truthful",
+            lambda claim: not claim.startswith("truthful"),
             _LOSS,
         ),
         _time(documents),

@@ -12,6 +12,7 @@ import zlib
 from bisect import bisect
 from collections.abc import Callable, Generator, Sequence
 from itertools import accumulate, pairwise
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -244,10 +245,12 @@ def test_a_hint_is_worth_what_its_blocks_have_proven() -> None:
                 returned[role, priority] += blocks
     policy.begin(1_000, 10.0)
     index, chance = finish(model.relearn(1_000, sharp=policy._sharp))
-    promised = 100 * blocks * float(chance[0])
+    promised = 100 * blocks * float(chance[0, -1])
 
     def factor(role: str | None, priority: float, reuse: int = 1) -> float:
-        run = Past(reuse, 99, 3, role, priority)
+        run = SimpleNamespace(
+            reuse=reuse, last=99, gap=3, role=role, priority=priority, holding=False
+        )
         key = policy.class_key(run, 100)  # type: ignore[arg-type]
         assert policy.index(reuse, 3, 1) == index[class_of(reuse, 3), 1]
         return policy.score(key, 1, 64.0) / policy.index(reuse, 3, 1)

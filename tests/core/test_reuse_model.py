@@ -116,7 +116,10 @@ class Slow:
                     (own[b] * max(own[b:]) * shared[b] * max(shared[b:])) ** 0.25
                     for b in range(BINS)
                 ]
-        return index, [1.0 - math.prod(1.0 - p for p in hazard) for hazard in hazards]
+        return index, [
+            [1.0 - math.prod(1.0 - p for p in hazard[: b + 1]) for b in range(BINS)]
+            for hazard in hazards
+        ]
 
     def _evidence(self) -> tuple[Grid, Grid]:
         memory = min(MEMORY, 1 + self.clock / 2)  # what comes first is forgotten sooner
@@ -361,7 +364,10 @@ def test_no_evidence_is_the_prior() -> None:
     for age in range(8):
         p = 1 - math.sqrt((age + 2) / (age + 3))
         assert index[twice, age] == pytest.approx(p / (1 - p / 2), rel=1e-12)
-    assert chance[twice] == pytest.approx(1 - math.sqrt(2 / (EDGES[-1] + 1)), rel=1e-12)
+    ever = 1 - math.sqrt(2 / (EDGES[-1] + 1))
+    assert chance[twice, -1] == pytest.approx(ever, rel=1e-12)
+    assert chance[twice, 0] == 0.0
+    assert chance[twice, 5] == pytest.approx(1 - math.sqrt(2 / 7), rel=1e-12)
     per_count = [index[class_of(reuse, 1), 1] for reuse in (1, 2, 3, 5, 9, 17, 40, 41)]
     assert per_count == sorted(per_count)
     assert len(set(per_count)) == len(per_count)
