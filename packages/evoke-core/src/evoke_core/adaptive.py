@@ -22,7 +22,7 @@ stage of relearning once the pool has seen ``_EAGER`` requests.
 import math
 from bisect import bisect_left
 from collections.abc import Generator, Hashable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -114,14 +114,16 @@ class AdaptivePolicy(Policy):
         return self.score(key, 0, 0.0)
 
     def score(self, key: Hashable, age: int, half_life: float) -> float:
-        if key < self._cells:  # type: ignore[operator]
-            return self._scores[key]  # type: ignore[call-overload]
-        promise, cell = divmod(key, self._cells)  # type: ignore[operator]
+        number = cast(int, key)
+        if number < self._cells:
+            return self._scores[number]
+        promise, cell = divmod(number, self._cells)
         return max(self._scores[cell], self._worth[promise - 1])
 
     def next_move(self, key: Hashable, last: int) -> tuple[int, Hashable] | None:
-        older = key % BINS + 1  # type: ignore[operator]
-        return None if older == BINS else (last + EDGES[older], key + 1)  # type: ignore[operator]
+        number = cast(int, key)
+        older = number % BINS + 1
+        return None if older == BINS else (last + EDGES[older], number + 1)
 
     def index(self, reuse: int, gap: int, age: int) -> float:
         """Return what a block with this history is worth, before any hint."""
