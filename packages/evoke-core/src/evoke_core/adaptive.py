@@ -22,7 +22,7 @@ stage of relearning once the pool has seen ``_EAGER`` requests.
 import math
 from bisect import bisect_left
 from collections.abc import Generator, Hashable
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -114,14 +114,14 @@ class AdaptivePolicy(Policy):
         return self.score(key, 0, 0.0)
 
     def score(self, key: Hashable, age: int, half_life: float) -> float:
-        number = cast(int, key)
+        number: int = key  # type: ignore[assignment]
         if number < self._cells:
             return self._scores[number]
         promise, cell = divmod(number, self._cells)
         return max(self._scores[cell], self._worth[promise - 1])
 
     def next_move(self, key: Hashable, last: int) -> tuple[int, Hashable] | None:
-        number = cast(int, key)
+        number: int = key  # type: ignore[assignment]
         older = number % BINS + 1
         return None if older == BINS else (last + EDGES[older], number + 1)
 
