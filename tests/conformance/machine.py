@@ -615,7 +615,9 @@ class ConformanceMachine(RuleBasedStateMachine):
             model.expired,
             model.orphans,
         )
-        assert _by_block(tier.drain_reuses()) == _by_block(model.drain_reuses())
+        reuses = _by_block(model.drain_reuses())
+        if not self.tier.own_clock:  # an adapter reads them for its own metrics
+            assert _by_block(tier.drain_reuses()) == reuses
         assert len(tier) == len(model) == len(blocks)
         for key in blocks:
             assert tier.parent(key) == model.parent(key)
