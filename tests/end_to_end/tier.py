@@ -65,6 +65,11 @@ class Tier:
         self.push_out_of_the_gpu()
         return self.ask(context, {"no_store": True})
 
+    def stored(self) -> int:
+        """Blocks that the tier has stored so far, by its own metrics."""
+        self.push_out_of_the_gpu()  # more steps: what is under way is done, and told
+        return int(total(self.metrics()["vllm:kv_offload_evoke_stored_blocks_total"]))
+
     def reset(self) -> None:
         """Empty GPU pool and tier. The server is idle: nobody else asks it."""
         for _ in range(2):  # the last transfer may be under way
