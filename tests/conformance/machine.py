@@ -146,7 +146,7 @@ def setups(draw: Any, *, admits: bool, signals: bool, small_memory: bool) -> Set
     }
     windows = frozenset(groups) & {WINDOW}
     return Setup(
-        capacity=draw(st.integers(4, 24)),
+        capacity=draw(st.integers(4, 16) | st.integers(4, 24)),
         groups=groups,
         config=EvokeConfig(recency_half_life=half_life, **shared),
         rules=Rules(
@@ -246,10 +246,12 @@ class ConformanceMachine(RuleBasedStateMachine):
         self, fork: int, keep: int, tail: str, tags: dict[str, object], step: float | None
     ) -> None:
         """A new request that shares a prefix with an earlier one and leaves it anywhere."""
-        path = tail
-        if self.requests:
-            path = (self.requests[fork % len(self.requests)].path[:keep] + tail)[:12]
-        self._open(path, tags, step)
+        self._open(self._fork(fork, keep, tail), tags, step)
+
+    def _fork(self, fork: int, keep: int, tail: str) -> str:
+        if not self.requests:
+            return tail
+        return (self.requests[fork % len(self.requests)].path[:keep] + tail)[:12]
 
     @precondition(lambda self: self.requests)
     @rule(which=pick, tags=tag_sets | malformed_tags, step=steps)
@@ -317,7 +319,9 @@ class ConformanceMachine(RuleBasedStateMachine):
     @rule(which=pick)
     def close_request(self, which: int) -> None:
         """The request ends, perhaps before its last transfers do."""
-        request = self.alive()[which % len(self.alive())]
+        self._close(self.alive()[which % len(self.alive())])
+
+    def _close(self, request: Conversation) -> None:
         request.alive = False
         self.both("close", request.request_id)
 
@@ -342,7 +346,9 @@ class ConformanceMachine(RuleBasedStateMachine):
         start = min(request.offered + skip, len(request.path))
         if not self.tier.positions:  # then engines offer nothing behind blocks they never named
             start = min(start, request.chain)
-        end = min(start + size, len(request.path))
+        self._offer(request, start, min(start + size, len(request.path)), gap)
+
+    def _offer(self, request: Conversation, start: int, end: int, gap: int) -> None:
         request.offered = end
         offers = []
         for group in self.setup.groups:
@@ -352,6 +358,31 @@ class ConformanceMachine(RuleBasedStateMachine):
             offers += [Offer(group, a, keys[a:b]) for a, b in runs if a < b]
         if offers:
             self._store(request, offers)
+
+    @rule(fork=pick, keep=st.integers(0, 10), tail=pieces, tags=tag_sets, step=steps, stays=rarely)
+    def serve(
+        self,
+        fork: int,
+        keep: int,
+        tail: str,
+        tags: dict[str, object],
+        step: float | None,
+        stays: bool,
+    ) -> None:
+        """A request from its beginning to its end, as most are; pools fill by these."""
+        self._open(self._fork(fork, keep, tail), tags, step)
+        request = self.requests[-1]
+        self._offer(request, 0, len(request.path), fork)
+        while self.in_flight and self.in_flight[-1].request_id == request.request_id:
+            writing = self.in_flight.pop()
+            self._finish(writing, writing.keys, ok=True)
+        if not stays:
+            self._close(request)
+
+    @precondition(lambda self: self.requests)
+    @rule(fork=pick, tags=tag_sets, step=steps)
+    def serve_again(self, fork: int, tags: dict[str, object], step: float | None) -> None:
+        self.serve(fork, 12, "", tags, step, False)
 
     @precondition(lambda self: self.alive())
     @rule(which=pick)
