@@ -10,17 +10,17 @@ blocks are reused more than their past alone predicts is worth more, by as much,
 Hints that carry no information (shuffled, or the same for everybody) earn a factor of 1; hints on
 dead blocks earn less than none would. So no hint can keep dead blocks alive or starve the rest.
 
-A promise of reuse within so many requests makes a block worth at least the promise's own index, one
-hit per as many block-requests, times the skill of promises of that length: how much more often they
-were kept than the blocks' past alone predicts. Nobody is believed who promises what would have
-happened anyway, or what does not happen. Past its time, a block falls back to its ordinary value.
+A promise of reuse makes a block worth at least the promise's own index: one hit per as many
+block-requests as are left until then, times the skill of promises of that length, how much more
+often they were kept than the blocks' past alone predicts. Nobody is believed who promises what
+would have happened anyway, or what does not happen. Past its time, a block falls back to its
+ordinary value.
 
 Guarantees: deterministic; equal to ranking every leaf by its score; a request pays for at most one
 stage of relearning once the pool has seen ``_EAGER`` requests.
 """
 
 import math
-from bisect import bisect_left
 from collections.abc import Generator, Hashable
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,7 @@ import numpy as np
 
 from evoke_core.history import History
 from evoke_core.policies import Policy
+from evoke_core.promises import LENGTHS, length_of
 from evoke_core.reuse_model import (
     BINS,
     CLASSES,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from evoke_core.runs import Run
 
 _CELLS = CLASSES * BINS
+_LENGTHS = len(LENGTHS)
 
 _FEW_CONTEXTS = 16
 """A pool of fewer contexts than this ranks by sharp indices: there, loops decide."""
@@ -61,9 +63,6 @@ Much, because promises that are still outstanding count as broken: over a short 
 returns late would look like one that does not return. With 1,000 small pools lost up to 1.2 points.
 """
 
-
-_PROMISES = tuple(2.0**step for step in range(1, 15))
-"""Promises are told apart by length, up to so many requests; the last one also all beyond."""
 
 _SKILL = 0.5
 _SKILL_WEIGHT = 100.0
@@ -95,20 +94,22 @@ class AdaptivePolicy(Policy):
         self._promises = [[0] * CLASSES for _ in range(hints)]
         self._kept_promises = [0] * hints
         self._applied_at = 0
-        # Per length of promise: what a promise is worth, and what became of those that are settled.
-        self._worth = [_SKILL / length for length in _PROMISES]
-        self._settled = [[0] * CLASSES for _ in _PROMISES]
-        self._kept = [0] * len(_PROMISES)
-        self._foreseen = np.zeros(len(_PROMISES))
-        self._held_true = np.zeros(len(_PROMISES))
-        self._judged = np.zeros(len(_PROMISES))
+        # Per length of promise: how far it is believed, and what became of those that are settled.
+        self._skill = [_SKILL] * _LENGTHS
+        self._settled = [[0] * CLASSES for _ in LENGTHS]
+        self._kept = [0] * _LENGTHS
+        self._foreseen = np.zeros(_LENGTHS)
+        self._held_true = np.zeros(_LENGTHS)
+        self._judged = np.zeros(_LENGTHS)
 
-    # --- ranking: a rank class is (promise, hint, class, age bin), numbered ---
+    # --- ranking: a rank class is (promise, what is left, hint, class, age bin), numbered ---
 
     def class_key(self, run: "Run", clock: int) -> Hashable:
         cell = class_of(run.reuse, run.gap) * BINS + bin_of(clock - run.last)
         key = self._hint(run) * _CELLS + cell
-        return key + self._cells * (1 + _length_of(run.terms.promise)) if run.holding else key
+        if not run.holding:
+            return key
+        return key + self._cells * (1 + _LENGTHS * length_of(run.terms.promise) + run.due_in)
 
     def bound(self, key: Hashable) -> float:
         return self.score(key, 0, 0.0)
@@ -118,7 +119,8 @@ class AdaptivePolicy(Policy):
         if number < self._cells:
             return self._scores[number]
         promise, cell = divmod(number, self._cells)
-        return max(self._scores[cell], self._worth[promise - 1])
+        length, left = divmod(promise - 1, _LENGTHS)
+        return max(self._scores[cell], self._skill[length] / LENGTHS[left])
 
     def next_move(self, key: Hashable, last: int) -> tuple[int, Hashable] | None:
         number: int = key  # type: ignore[assignment]
@@ -149,7 +151,7 @@ class AdaptivePolicy(Policy):
         return age
 
     def settled(self, past: History, blocks: int, kept: bool) -> None:
-        length = _length_of(past.terms.promise)
+        length = length_of(past.terms.promise)
         self._settled[length][class_of(past.reuse, past.gap)] += blocks
         self._kept[length] += blocks * kept
 
@@ -196,28 +198,28 @@ class AdaptivePolicy(Policy):
         for trust in self._trusts:
             scores += (index * trust).ravel().tolist()
         self._scores = scores
-        self._worth = self._promised(chance, decay)
+        self._skill = self._promised(chance, decay)
 
     def _promised(self, chance: Table, decay: float) -> list[float]:
-        """Return what a promise of each length is worth."""
-        within = chance[:, [bin_of(int(length)) for length in _PROMISES]]
+        """Return how far a promise of each length is believed, from 0 to 1."""
+        within = chance[:, [bin_of(int(length)) for length in LENGTHS]]
         settled = np.array(self._settled, dtype=np.float64)
         self._foreseen = self._foreseen * decay + (settled * within.T).sum(axis=1)
         self._judged = self._judged * decay + settled.sum(axis=1)
         self._held_true = self._held_true * decay + np.array(self._kept)
-        self._settled = [[0] * CLASSES for _ in _PROMISES]
-        self._kept = [0] * len(_PROMISES)
+        self._settled = [[0] * CLASSES for _ in LENGTHS]
+        self._kept = [0] * _LENGTHS
         skill = (self._held_true - self._foreseen + _SKILL * _SKILL_WEIGHT) / (
             self._judged - self._foreseen + _SKILL_WEIGHT
         )
-        return [float(each) for each in np.clip(skill, 0.0, 1.0) / np.array(_PROMISES)]
+        return [float(each) for each in np.clip(skill, 0.0, 1.0)]
 
     def beliefs(self) -> dict[str, float]:
         """Return the factor of every role, and how far promises of reuse are believed."""
         names = {0: "none", **{number: role for role, number in self._roles.items()}}
         beliefs = {f"role_{name}": self._trusts[3 * number] for number, name in names.items()}
-        for length, worth in zip(_PROMISES, self._worth, strict=True):
-            beliefs[f"promise_{length:.0f}"] = worth * length
+        for length, skill in zip(LENGTHS, self._skill, strict=True):
+            beliefs[f"promise_{length:.0f}"] = skill
         return beliefs
 
     def _trust(self, chance: Table, decay: float) -> list[float]:
@@ -230,8 +232,3 @@ class AdaptivePolicy(Policy):
         expected = self._expected * overall
         lift = (self._returned + _TRUST_WEIGHT) / (expected + _TRUST_WEIGHT)
         return [float(factor) for factor in np.clip(lift, _LEAST_TRUST, _MOST_TRUST)]
-
-
-def _length_of(promise: float) -> int:
-    """Return the number of a promise's length in requests."""
-    return min(bisect_left(_PROMISES, promise), len(_PROMISES) - 1)

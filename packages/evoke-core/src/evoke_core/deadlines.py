@@ -1,4 +1,4 @@
-"""Runs whose standing changes at a certain time: a promise runs out, a block expires.
+"""Runs whose standing changes at a certain time: a promise nears or runs out, a block expires.
 
 Guarantees: only runs that wait for a time are kept; a run is returned once per deadline; memory
 stays proportional to the waiting runs.
@@ -7,6 +7,8 @@ stays proportional to the waiting runs.
 import math
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
+
+from evoke_core.promises import next_step
 
 if TYPE_CHECKING:
     from evoke_core.runs import Run
@@ -24,7 +26,9 @@ class Deadlines:
 
     def watch(self, run: "Run") -> None:
         """Wait for the next deadline of ``run``, if it has one; it must not be watched yet."""
-        when = run.terms.holds_until if run.holding else math.inf
+        when = math.inf
+        if run.holding:
+            when = min(run.terms.holds_until, next_step(run.terms, run.due_in))
         if not run.expired:
             when = min(when, run.terms.expires)
         if when < math.inf:

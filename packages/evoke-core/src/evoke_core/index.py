@@ -30,6 +30,7 @@ from evoke_core.history import History, Past
 from evoke_core.order import Reason, Step
 from evoke_core.pace import Pace
 from evoke_core.policies import POLICIES, Policy
+from evoke_core.promises import due_in
 from evoke_core.requests import Chain, OpenRequest, claims_of
 from evoke_core.runs import MAX_REUSE, Run, shared_length
 from evoke_core.tags import UNTAGGED, RequestTags
@@ -527,6 +528,7 @@ class RetentionIndex:
     def _judge(self, run: Run) -> None:
         """Say where a run stands by its terms."""
         run.holding = self.now < run.terms.holds_until
+        run.due_in = due_in(run.terms, self.now) if run.holding else 0
         run.expired = self.now >= run.terms.expires
         if run.expired:
             self._expire(run)
@@ -542,6 +544,9 @@ class RetentionIndex:
             if run.owed:
                 self._policy.settled(run, len(run.keys), False)
             run.holding = run.owed = False
+            run.due_in = 0
+        elif run.holding:
+            run.due_in = due_in(run.terms, self.now)
         if self.now >= run.terms.expires:
             self._expire(run)
 

@@ -209,9 +209,15 @@ def _claim(
         back, ttl = tags.expect_reuse_in_s or 0.0, ttl_s or 0.0
         held = max(_SLACK * back, ttl)
         if held > 0.0:
-            promised = ttl if ttl == held else back
-            expires = math.inf if ttl_s is None else now + ttl_s
-            terms = Terms(tags.session, now + held, promised * per_second, expires)
+            promised, due = (ttl, math.inf) if ttl == held else (back, now + back)
+            terms = Terms(
+                owner=tags.session,
+                holds_until=now + held,
+                promise=promised * per_second,
+                due=due,
+                pace=per_second,
+                expires=math.inf if ttl_s is None else now + ttl_s,
+            )
     if tags.pinned:
         priority = max(priority, PINNED_PRIORITY)
     return Claim(floors.get(role or "", 0.0), role, priority, terms)

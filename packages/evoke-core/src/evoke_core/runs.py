@@ -35,6 +35,7 @@ class Run:
         serial: creation number, the last tie-break.
         terms: what clients declared beyond role and priority, all together.
         holding: whether the time until which the blocks keep their value is still to come.
+        due_in: the number of what is left of the promise behind it, see ``promises.py``.
         owed: whether the promise of that time is neither kept nor broken yet.
         expired: whether they are the first to go.
         pinned: whether they must not go at all.
@@ -61,6 +62,7 @@ class Run:
     coherence: float = 0.0
     terms: Terms = NO_TERMS
     holding: bool = False
+    due_in: int = 0
     owed: bool = False
     expired: bool = False
     pinned: bool = False
@@ -100,6 +102,7 @@ class Run:
             coherence=self.coherence,
             terms=self.terms,
             holding=self.holding,
+            due_in=self.due_in,
             owed=self.owed,
             expired=self.expired,
             pinned=self.pinned,
@@ -121,6 +124,7 @@ class Run:
             and self.coherence == other.coherence
             and (self.terms is other.terms or self.terms == other.terms)
             and self.holding == other.holding
+            and self.due_in == other.due_in
             and self.owed == other.owed
             and self.expired == other.expired
             and self.pinned == other.pinned

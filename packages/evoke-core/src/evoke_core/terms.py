@@ -16,13 +16,18 @@ class Terms:
     Attributes:
         owner: the session that all of them named; None if they did not.
         holds_until: time in seconds until which the block keeps its value.
-        promise: for how many requests that is, from when it was declared.
+        promise: for how many requests that was, when it was declared.
+        due: time in seconds at which the block was promised to be used again; infinity where all
+            that was said is until when it may be.
+        pace: requests per second when it was declared.
         expires: time in seconds from which the block is the first to go.
     """
 
     owner: str | None = None
     holds_until: float = -math.inf
     promise: float = 0.0
+    due: float = math.inf
+    pace: float = 1.0
     expires: float = math.inf
 
     def joined(self, other: "Terms") -> "Terms":
@@ -34,6 +39,8 @@ class Terms:
             self.owner if self.owner == other.owner else None,
             later.holds_until,
             later.promise,
+            later.due,
+            later.pace,
             max(self.expires, other.expires),
         )
         return NO_TERMS if together == NO_TERMS else together
