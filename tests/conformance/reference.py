@@ -80,6 +80,13 @@ class Terms(NamedTuple):
 
     promise: float = 0.0  # requests within which a return was promised
     holds_until: float = -math.inf
+    due: float = math.inf  # when the return was promised; infinity where only until when
+    pace: float = 1.0  # requests per second when it was promised
+
+    def left(self, now: float) -> int:
+        """How far the promised return is away: 0 for 2 requests at most, 1 for 4, 2 for 8, ..."""
+        requests = min(self.promise, (self.due - now) * self.pace)
+        return next((n for n in range(13) if requests <= 2 ** (n + 1)), 13)
 
 
 NO_TERMS = Terms()
@@ -105,6 +112,7 @@ class History(NamedTuple):
     terms: Terms
     holding: bool
     owed: bool  # the promise in `terms` is neither kept nor broken yet
+    due_in: int
 
 
 class Learner(Protocol):
@@ -153,6 +161,7 @@ class Block:
     terms: Terms = NO_TERMS
     holding: bool = False
     owed: bool = False
+    due_in: int = 0
     pin: int = 0  # tick of the youngest request that pinned it; 0: not pinned
     reused: bool = False  # counted again since it became resident
 
@@ -167,6 +176,7 @@ class Block:
             self.terms,
             self.holding,
             self.owed,
+            self.due_in,
         )
 
 
@@ -283,6 +293,7 @@ class ReferenceIndex:
         if self.now >= block.expires:
             self._expire(block)
         block.holding = self.now < block.terms.holds_until
+        block.due_in = block.terms.left(self.now) if block.holding else 0
         if block.owed and not block.holding:
             self._settle(block.history, kept=False)
             block.owed = False
@@ -315,14 +326,15 @@ class ReferenceIndex:
         expires, terms = math.inf, NO_TERMS
         if request.now is not None and ttl_s is not None:
             expires = request.now + ttl_s
-        promises = []  # (how long the block is to hold, what was promised), in seconds
-        if tags.expect_reuse_in_s is not None:
-            promises.append((SLACK * tags.expect_reuse_in_s, tags.expect_reuse_in_s))
-        if ttl_s is not None:
-            promises.append((ttl_s, ttl_s))
+        promises = []  # how long the block is to hold, what was promised, when it is due
+        if request.now is not None and tags.expect_reuse_in_s is not None:
+            back = tags.expect_reuse_in_s
+            promises.append((SLACK * back, back, request.now + back))
+        if request.now is not None and ttl_s is not None:
+            promises.append((ttl_s, ttl_s, math.inf))
         if request.now is not None and promises:
-            holds, promised = max(promises)
-            terms = Terms(promised * request.pace, request.now + holds)
+            holds, promised, due = max(promises)
+            terms = Terms(promised * request.pace, request.now + holds, due, request.pace)
         return Said(role, priority, expires, terms)
 
     def _is_open(self, tick: int) -> bool:

@@ -201,7 +201,7 @@ def test_every_decision_is_the_references(life: Life) -> None:
 
 def learned_the_same(life: Life, policy: AdaptivePolicy, learner: AdaptivePolicy) -> None:
     assert policy._scores == learner._scores
-    assert policy._worth == learner._worth
+    assert policy._skill == learner._skill
     assert policy._settled == learner._settled
     assert policy._kept == learner._kept
     assert policy._sharp == (life.longest > 2), "both kinds of index have decided"

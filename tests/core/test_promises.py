@@ -266,10 +266,15 @@ def given_policy(worth: float | Table = 0.0, chance: float | Table = 0.0) -> Ada
     return policy
 
 
-def held(promise: float, **history: Any) -> Any:
-    """The history of blocks of which a return within so many requests is promised."""
+def held(promise: float, left: float | None = None, **history: Any) -> Any:
+    """The history of blocks of which a return within so many requests is promised.
+
+    So many requests are left until then; None: all of them.
+    """
     known = {"reuse": 1, "last": 0, "gap": 0, "role": None, "priority": 1.0} | history
-    return SimpleNamespace(**known, terms=Terms(None, math.inf, promise), holding=True)
+    number = length_of(promise if left is None else left).bit_length() - 2
+    terms = Terms(holds_until=math.inf, promise=promise)
+    return SimpleNamespace(**known, terms=terms, holding=True, due_in=number)
 
 
 def score(policy: AdaptivePolicy, past: Any, clock: int = 0) -> float:
@@ -280,6 +285,19 @@ def score(policy: AdaptivePolicy, past: Any, clock: int = 0) -> float:
 def test_before_anything_is_known_a_promise_is_believed_by_half(promise: float) -> None:
     policy = given_policy()
     assert score(policy, held(promise)) == 0.5 / length_of(promise)
+
+
+@given(length=st.sampled_from([2.0, 64.0, 2.0**14]), left=st.floats(-9.0, 1e5), kept=st.booleans())
+@settings(max_examples=30)
+def test_a_promise_is_worth_more_the_nearer_it_is(length: float, left: float, kept: bool) -> None:
+    """Believed as promises of its whole length are, and worth a hit per requests that are left."""
+    policy = given_policy()
+    policy.begin(10, 1.0)
+    policy.settled(held(length), 100, kept)
+    policy.advance(10, 10)
+    believed = 0.75 if kept else 0.25  # 100 blocks beside the 100 taken for granted by half
+    left = min(left, length)
+    assert score(policy, held(length, left)) == pytest.approx(believed / length_of(left))
 
 
 def test_who_promises_nothing_is_worth_nothing_more() -> None:
@@ -371,18 +389,33 @@ def given_index(worth: float | Table) -> RetentionIndex:
 
 
 def test_while_it_holds_a_promise_ranks_by_its_length_and_then_not_at_all() -> None:
-    """Ordinary blocks are worth .01; half a promise of 16 is .031, of 128 .0039."""
+    """All are worth .01 anyway; half a promise of 16 is .031, of 128 .0039 until it is near.
+
+    With 32 requests left, 96 seconds after it was made at one a second, it is worth .0156.
+    """
     idx = given_index(0.01)
     ask(idx, [b"short"], 0.0, expect_reuse_in_s=16.0)
     ask(idx, [b"long"], 0.0, expect_reuse_in_s=128.0)
+    ask(idx, [b"until"], 0.0, ttl_s=128.0)  # says nothing of when
     for name in (b"a", b"b"):
         ask(idx, [name], 0.0)
     # The pace is unknown (one a second) for the first; requests at once do not make it known.
-    assert idx.candidates(4) == [b"long", b"a", b"b", b"short"]
+    far = [b"long", b"until", b"a", b"b"]
+    assert idx.candidates(5) == [*far, b"short"]
     ask(idx, [], 19.9)
-    assert idx.candidates(4) == [b"long", b"a", b"b", b"short"]
+    assert idx.candidates(5) == [*far, b"short"]
     ask(idx, [], 20.0)
-    assert idx.candidates(4) == [b"short", b"long", b"a", b"b"]
+    assert idx.candidates(5) == [b"short", *far]
+    ask(idx, [], 63.9)
+    assert idx.candidates(5)[-1] == b"b"
+    ask(idx, [], 96.0)
+    assert idx.candidates(5)[-1] == b"long"
+    ask(idx, [], 127.9)
+    assert idx.candidates(5)[-1] == b"long"
+    ask(idx, [], 159.9)
+    assert idx.candidates(5)[-1] == b"long"
+    ask(idx, [], 160.0)
+    assert idx.candidates(5)[-1] == b"b"
 
 
 def test_a_promise_lets_a_block_in() -> None:
