@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evoke_core import BlockLedger, BlockState, EvokeConfig, RequestTags, RetentionIndex
+from evoke_core import BlockLedger, BlockState, EvokeConfig, RequestTags, RetentionIndex, Span
 
 KEYS = [b"k%d" % depth for depth in range(8)]
 
@@ -274,3 +274,22 @@ def test_asking_for_no_candidates(n: int) -> None:
     assert index.candidates(n) == []
     assert index.evict(n) == []
     assert len(index) == len(KEYS)
+
+
+def test_blocks_are_reported_as_stored_by_the_role_of_their_span() -> None:
+    ledger = BlockLedger(8)
+    spans = (Span(0, 2, source_type="system"), Span(3, 4, source_type="assistant"))
+    ledger.open("a", RequestTags(source_type="user", spans=spans))
+    keys = [b"%d" % at for at in range(5)]
+    ledger.touch("a", keys)
+    grant = ledger.reserve("a", keys)
+    ledger.commit("a", set(grant.keys[:1]))
+    ledger.commit("a", set(grant.keys[1:]))
+    told = [(each.kind, each.role, each.keys) for each in ledger.drain_decisions()]
+    assert told == [
+        ("stored", "system", keys[:1]),
+        ("stored", "system", keys[1:2]),
+        ("stored", "user", keys[2:3]),
+        ("stored", "assistant", keys[3:4]),
+        ("stored", "user", keys[4:]),
+    ]

@@ -16,6 +16,7 @@ Guarantees, beyond the index's:
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Sequence
 from enum import Enum
+from itertools import groupby
 from typing import Literal
 
 from attrs import evolve, frozen
@@ -106,6 +107,7 @@ class _Transfer:
     slots: dict[bytes, int]
     group: int
     role: str | None
+    roles: dict[bytes, str | None]  # of blocks that need not have the request's role
 
 
 class BlockLedger:
@@ -264,6 +266,7 @@ class BlockLedger:
             dict(zip(granted, slots, strict=True)),
             group,
             tags.source_type,
+            self._roles(tags, keys, group, start),
         )
         self._pending.update(dict.fromkeys(granted, transfer))
         return Reservation(granted, slots, evicted, self._ticket)
@@ -425,7 +428,7 @@ class BlockLedger:
             del pending[key]
             matched[key] = transfer
         if not matched:
-            return _Transfer(request_id, 0, {}, 0, None)
+            return _Transfer(request_id, 0, {}, 0, None, {})
         transfers = sorted(set(matched.values()), key=lambda transfer: transfer.ticket)
         slots = {
             key: slot
@@ -433,13 +436,25 @@ class BlockLedger:
             for key, slot in transfer.slots.items()
             if matched.get(key) is transfer
         }
-        return evolve(transfers[-1], slots=slots)
+        roles = {key: role for each in transfers for key, role in each.roles.items()}
+        return evolve(transfers[-1], slots=slots, roles=roles)
 
     def _report(self, kind: Literal["stored", "aborted"], done: _Transfer) -> list[bytes]:
         keys = list(done.slots)
-        if keys:
+        if done.roles:
+            for role, part in groupby(keys, lambda key: done.roles.get(key, done.role)):
+                self._decide(kind, list(part), "", 0, role, done.group)
+        elif keys:
             self._decide(kind, keys, "", 0, done.role, done.group)
         return keys
+
+    def _roles(
+        self, tags: RequestTags, keys: Sequence[bytes], group: int, start: int
+    ) -> dict[bytes, str | None]:
+        """Return the source role of each block where a request gave its parts roles of their own."""
+        if not tags.spans or group in self._window_groups:
+            return {}
+        return {key: tags.role_at(position) for position, key in enumerate(keys, start)}
 
     def _missing(self, keys: Iterable[bytes]) -> list[bytes]:
         ready, pending = self._ready, self._pending

@@ -100,6 +100,13 @@ class RequestTags:
             raw = {**flat, **(raw or {})}
         return cls.parse(raw, tokens_per_block=tokens_per_block)
 
+    def role_at(self, position: int) -> str | None:
+        """Return the source role of the block at ``position``."""
+        for span in self.spans:
+            if span.start <= position < span.end and span.source_type is not None:
+                return span.source_type
+        return self.source_type
+
     @property
     def in_seconds(self) -> tuple[str, ...]:
         """The tags that speak of seconds."""
