@@ -451,7 +451,7 @@ class BlockLedger:
     def _roles(
         self, tags: RequestTags, keys: Sequence[bytes], group: int, start: int
     ) -> dict[bytes, str | None]:
-        """Return the source role of each block where a request gave its parts roles of their own."""
+        """Return the source role of each block where a request gave parts of itself their own."""
         if not tags.spans or group in self._window_groups:
             return {}
         return {key: tags.role_at(position) for position, key in enumerate(keys, start)}
