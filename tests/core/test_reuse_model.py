@@ -87,7 +87,7 @@ class Slow:
             self._events.append((of_class, self.clock - last, 1))
             self._waiting.remove((of_class, last))
 
-    def relearn(self, capacity: int, *, sharp: bool) -> tuple[Grid, list[float]]:
+    def relearn(self, capacity: int, *, sharp: bool) -> tuple[Grid, Grid]:
         reused, unused = self._evidence()
         weight = min(500.0, max(150.0, capacity / 8))
         smooth = 0.0 if sharp else min(500.0, max(0.0, (capacity - 500) / 4))
