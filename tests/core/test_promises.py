@@ -282,9 +282,9 @@ def score(policy: AdaptivePolicy, past: Any, clock: int = 0) -> float:
 
 
 @given(st.floats(1e-9, 1e9) | st.sampled_from([float(2**n) for n in range(18)]))
-def test_before_anything_is_known_a_promise_is_believed_by_half(promise: float) -> None:
+def test_before_any_was_kept_no_promise_is_believed(promise: float) -> None:
     policy = given_policy()
-    assert score(policy, held(promise)) == 0.5 / length_of(promise)
+    assert score(policy, held(promise)) == 0.0
 
 
 @given(length=st.sampled_from([2.0, 64.0, 2.0**14]), left=st.floats(-9.0, 1e5), kept=st.booleans())
@@ -295,7 +295,7 @@ def test_a_promise_is_worth_more_the_nearer_it_is(length: float, left: float, ke
     policy.begin(10, 1.0)
     policy.settled(held(length), 100, kept)
     policy.advance(10, 10)
-    believed = 0.75 if kept else 0.25  # 100 blocks beside the 100 taken for granted by half
+    believed = 0.5 if kept else 0.0  # 100 blocks beside the 100 of doubt
     left = min(left, length)
     assert score(policy, held(length, left)) == pytest.approx(believed / length_of(left))
 
@@ -316,6 +316,7 @@ def test_the_ordinary_worth_counts_where_it_is_more(
     worth: float, promise: float, clock: int
 ) -> None:
     policy = given_policy(worth)
+    policy.settled(held(promise), 100, True)
     policy.begin(10, 1.0)
     assert score(policy, held(promise), clock) == max(worth, 0.5 / length_of(promise))
 
@@ -337,7 +338,7 @@ def skill(history: list[tuple[Record, float]], length: int, chance: float) -> fl
         made += weight * sum(n for n, _ in mine)
         kept += weight * sum(n for n, ok in mine if ok)
     foreseen = chance * made
-    return min(1.0, max(0.0, (kept - foreseen + 50.0) / (made - foreseen + 100.0)))
+    return min(1.0, max(0.0, (kept - foreseen) / (made - foreseen + 100.0)))
 
 
 @settings(max_examples=50)
@@ -375,15 +376,18 @@ def test_foreseen_is_the_chance_within_the_promised_length_and_of_the_blocks_cla
     policy.advance(10, 10)
     beliefs = policy.beliefs()
     # All that was certain is no merit; the rest is.
-    assert beliefs["promise_8"] == pytest.approx((200 + 50) / (200 + 100))
-    assert beliefs["promise_4"] == pytest.approx((300 + 50) / (300 + 100))
+    assert beliefs["promise_8"] == pytest.approx(200 / (200 + 100))
+    assert beliefs["promise_4"] == pytest.approx(300 / (300 + 100))
 
 
 # --- in an index ----------------------------------------------------------------------------------
 
 
 def given_index(worth: float | Table) -> RetentionIndex:
+    """An index in which promises of every length are believed by half."""
     policy = given_policy(worth)
+    for exponent in range(1, 15):
+        policy.settled(held(2.0**exponent), 100, True)
     policy.begin(10, 1.0)
     return RetentionIndex(EvokeConfig(policy="adaptive"), policy=policy, capacity=100)
 
@@ -472,7 +476,7 @@ def test_beliefs_before_anything_was_settled() -> None:
     idx = RetentionIndex(EvokeConfig(policy="adaptive"))
     beliefs = idx.beliefs()
     promised = {name: value for name, value in beliefs.items() if name.startswith("promise_")}
-    assert promised == {f"promise_{2**n}": 0.5 for n in range(1, 15)}
+    assert promised == {f"promise_{2**n}": 0.0 for n in range(1, 15)}
     assert {name for name in beliefs if name not in promised} == {
         "role_none",
         "role_assistant",
