@@ -16,7 +16,7 @@ import torch
 from lmcache.utils import CacheEngineKey
 from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.memory_management import MemoryFormat
-from lmcache.v1.storage_backend.cache_policy import get_cache_policy
+from lmcache.v1.storage_backend.cache_policy import POLICY_MAPPING, get_cache_policy
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
 from evoke_lmcache import EvokeCachePolicy, register
@@ -342,6 +342,7 @@ def test_the_configuration_that_vllm_loaded_is_used(monkeypatch: pytest.MonkeyPa
         chunk_size=32, extra_config={"evoke": {"policy": "scored"}}
     )
     monkeypatch.setattr(integration, "_config_instance", loaded)
+    register()
     policy = get_cache_policy("evoke")
     assert isinstance(policy, EvokeCachePolicy)
     assert policy.retention.config.policy == "scored"
@@ -350,5 +351,7 @@ def test_the_configuration_that_vllm_loaded_is_used(monkeypatch: pytest.MonkeyPa
 
 def test_vllm_finds_the_plugin() -> None:
     found = importlib.metadata.entry_points(group="vllm.general_plugins", name="evoke_lmcache")
-    assert [entry.load() for entry in found] == [register]
-    assert register() is register()
+    [plugin] = [entry.load() for entry in found]
+    POLICY_MAPPING.pop("EVOKE", None)
+    plugin()
+    assert POLICY_MAPPING["EVOKE"] is register() is register()

@@ -1,8 +1,8 @@
 """How LMCache finds the policy by its name, ``EVOKE``.
 
-vLLM calls :func:`register` through the entry point group ``vllm.general_plugins``, in the engine
-core and in every worker; elsewhere a program calls it before it builds an engine. From then on
-``cache_policy: EVOKE`` works, for every backend of LMCache that has a cache policy.
+vLLM has :func:`register` called through the entry point group ``vllm.general_plugins``, in the
+engine core and in every worker; elsewhere a program calls it before it builds an engine. From then
+on ``cache_policy: EVOKE`` works, for every backend of LMCache that has a cache policy.
 """
 
 import asyncio
