@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import platform
+import shutil
 import sys
 from pathlib import Path
 from typing import IO
@@ -26,6 +27,17 @@ ENGINES = ROOT / "bench" / "engines"
 ENGINE = "vllm-0.24.0-cpu"
 STOCK = "vllm-0.24.0"
 MODEL = "smollm2-135m"
+UPSTREAM_LMCACHE = (
+    "tests/v1/test_cache_policy.py",
+    "tests/v1/test_retrieve_pin_ownership.py",
+    *(
+        f"tests/v1/storage_backend/test_{name}.py"
+        for name in ("local_cpu_backend", "local_disk_backend", "local_disk_put_admission")
+    ),
+    *(f"tests/v1/storage_backend/test_{name}.py" for name in ("storage_manager", "storage_plugin")),
+    "tests/v1/multiprocess/test_ext_server_module.py",
+)
+LMCACHES = ("0.5.6", "0.5.3")
 PACKAGES = ("evoke-core", "evoke-vllm", "evoke-lmcache")
 
 WORKSPACE = nox.project.load_toml("pyproject.toml")
@@ -163,7 +175,10 @@ def run_engine(session: nox.Session, *args: str) -> None:
 
 @nox.session(
     python=False,
-    requires=["lint", "typing", "tests-core", "tests-core-lowest", "tests-vllm", "tests-wheels"],
+    requires=[
+        *("lint", "typing", "tests-core", "tests-core-lowest", "tests-vllm"),
+        *("tests-lmcache", "tests-multi", "upstream-lmcache", "tests-wheels"),
+    ],
 )
 def tests(session: nox.Session) -> None:
     """Every check there is, the quick ones first."""
@@ -222,6 +237,79 @@ def tests_vllm(session: nox.Session) -> None:
     )
 
 
+@nox.session(name="tests-lmcache")
+@nox.parametrize("lmcache", LMCACHES)
+def tests_lmcache(session: nox.Session, lmcache: str) -> None:
+    """evoke-lmcache inside a real LMCache, on CPU tensors, and inside its real server."""
+    install_lmcache(session, lmcache)
+    session.run(
+        "pytest",
+        *(session.posargs or ["tests/lmcache", "tests/conformance/test_lmcache.py"]),
+        env={"LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "ERROR"},
+    )
+
+
+@nox.session(name="tests-multi")
+def tests_multi(session: nox.Session) -> None:
+    """evoke-vllm and LMCache under one MultiConnector, in a real vLLM on the CPU."""
+    require_linux(session)
+    described = ENGINES / ENGINE
+    lmcache = LMCACHES[-1]  # built against the torch that this vLLM needs
+    session.log("Installing vLLM for the CPU and LMCache: about 7 GB the first time")
+    session.install(
+        *("--requirements", str(described / "requirements.txt")),
+        *("--constraints", str(described / "versions.txt")),
+        *("--overrides", str(described / "overrides.txt")),
+        *(str(described / "metadata"), *group("test")),
+    )
+    session.install("--overrides", str(described / "overrides.txt"), f"lmcache=={lmcache}")
+    session.install(*(arg for name in PACKAGES for arg in ("-e", f"packages/{name}")))
+    tests = session.posargs or ["tests/lmcache/test_multi_connector.py"]
+    session.run("pytest", *tests, env={"LMCACHE_TRACK_USAGE": "false"})
+
+
+@nox.session(name="upstream-lmcache")
+def upstream_lmcache(session: nox.Session) -> None:
+    """LMCache's own tests of policies and backends, with EVOKE in the place of LRU."""
+    lmcache = LMCACHES[0]
+    install_lmcache(session, lmcache, *group("upstream-lmcache"))
+    folder = Path(session.create_tmp()).absolute() / "upstream"
+    source = folder / f"lmcache-{lmcache}"
+    if not (source / "tests").exists():
+        # pip, because uv downloads no source distributions; what is here builds its metadata.
+        fetch = ("pip", "download", "--no-deps", "--no-build-isolation", "--no-binary=lmcache")
+        variables = {"NO_CUDA_EXT": "1", "NO_GPU_EXT": "1"}
+        where = ("--dest", str(folder), f"lmcache=={lmcache}")
+        session.run("python", "-m", *fetch, *where, env=variables)
+        [archive] = folder.glob("lmcache-*.tar.gz")
+        shutil.unpack_archive(archive, folder, filter="data")
+        shutil.move(source / "lmcache", source / "not-the-package")  # the wheel has native parts
+    session.chdir(source)
+    session.run(
+        "python",
+        *("-m", "pytest", "-q", "-p", "evoke_upstream"),
+        *(session.posargs or UPSTREAM_LMCACHE),
+        env={
+            "PYTHONPATH": os.pathsep.join(["", str(ROOT / "tests" / "lmcache" / "upstream")]),
+            "LMCACHE_TRACK_USAGE": "false",
+            "LMCACHE_LOG_LEVEL": "ERROR",
+        },
+    )
+
+
+def install_lmcache(session: nox.Session, lmcache: str, *more: str) -> None:
+    """An LMCache, the torch it was built against, our packages, and what tests need."""
+    require_linux(session)
+    described = ENGINES / f"lmcache-{lmcache}"
+    session.log(f"Installing LMCache {lmcache}: about 2 GB the first time")
+    session.install(
+        *("--requirements", str(described / "requirements.txt")),
+        *("--constraints", str(described / "versions.txt")),
+        *("-e", "packages/evoke-core", "-e", "packages/evoke-lmcache"),
+        *(*group("test"), *more),
+    )
+
+
 @nox.session(name="tests-wheels")
 def tests_wheels(session: nox.Session) -> None:
     """Build the wheels, install them beside stock vLLM, load the spec through its factory."""
@@ -264,10 +352,19 @@ def replay(session: nox.Session) -> None:
     session.run("python", "-m", "bench", "replay", *session.posargs)
 
 
+@nox.session(name="replay-lmcache")
+def replay_lmcache(session: nox.Session) -> None:
+    """A trace of agents' calls through the real LMCache engine: `-- TRACE`."""
+    install_lmcache(session, LMCACHES[0])
+    session.run("python", "-m", "bench.lmcache.replay", *session.posargs)
+
+
 @nox.session(python=False)
 def lock(session: nox.Session) -> None:
     """Pin what the engines' environments hold. `-- --upgrade` takes the newest."""
-    for engine, extra in ((ENGINE, ("test", "bench")), (STOCK, ("test",))):
+    groups = {ENGINE: ("test", "bench"), STOCK: ("test",)}
+    groups |= {f"lmcache-{version}": ("test", "upstream-lmcache") for version in LMCACHES}
+    for engine, extra in groups.items():
         folder = ENGINES / engine
         overrides = folder / "overrides.txt"
         uv(

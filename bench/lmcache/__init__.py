@@ -1,0 +1,1 @@
+"""Replays through a real LMCache engine; see `replay.py`."""

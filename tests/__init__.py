@@ -1,0 +1,1 @@
+"""A package, so that a dependency that ships its own ``tests`` cannot stand in front of it."""
