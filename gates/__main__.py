@@ -59,7 +59,7 @@ def run_command(
     results: Path | None,
     publish: bool,
     dry_run: bool,
-) -> None:
+) -> int:
     """Record every arm of a profile, compare, and give a verdict."""
     profile = load_profile(profile_name)
     reporter = Reporter(make_console())
@@ -67,7 +67,7 @@ def run_command(
     if dry_run:
         for line in plan_lines(bench):
             reporter.say(line)
-        return
+        return 0
     folder = results or ROOT / "results" / "gates" / profile.name
     reporter.say(f"profile {profile.name}: {profile.title}")
     for line in bench.sizes.lines():
@@ -78,7 +78,7 @@ def run_command(
     for line in summary(verdict):
         reporter.say(line)
     reporter.say(f"recordings and verdict: {PUBLISHED / profile.name if publish else folder}")
-    sys.exit(0 if verdict["verdict"] == PASS else 1)
+    return 0 if verdict["verdict"] == PASS else 1
 
 
 @cli.command("record")
@@ -113,7 +113,7 @@ def compare_command(
     negatives: tuple[Path, ...],
     others: tuple[Path, ...],
     out: Path,
-) -> None:
+) -> int:
     """Compare recordings and give a verdict; needs no engine."""
     verdict = make_verdict(
         *(Recording.load(path) for path in (baseline, candidate, control)),
@@ -126,17 +126,17 @@ def compare_command(
         raise UsageProblem(f"--out: cannot write {out}: {error.strerror}") from None
     for line in summary(verdict):
         click.echo(line)
-    sys.exit(0 if verdict["verdict"] == PASS else 1)
+    return 0 if verdict["verdict"] == PASS else 1
 
 
 @cli.command("rederive")
 @click.argument("folder", type=_PATH)
-def rederive_command(folder: Path) -> None:
+def rederive_command(folder: Path) -> int:
     """Derive the verdict in a folder from its recordings again; needs no engine."""
     verdict = rederive(folder)
     for line in summary(verdict):
         click.echo(line)
-    sys.exit(0 if verdict["verdict"] == PASS else 1)
+    return 0 if verdict["verdict"] == PASS else 1
 
 
 def load_encoder(model: Path) -> Encode:
@@ -188,7 +188,7 @@ def main(args: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
     signal.signal(signal.SIGTERM, _end)
     try:
-        cli.main(args, prog_name="python -m gates", standalone_mode=False)
+        result = cli.main(args, prog_name="python -m gates", standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         return error.exit_code
@@ -198,7 +198,7 @@ def main(args: Sequence[str] | None = None) -> int:
     except click.Abort:
         click.echo("Interrupted.", err=True)
         return _INTERRUPTED
-    return 0
+    return result or 0
 
 
 def _end(number: int, frame: FrameType | None) -> None:

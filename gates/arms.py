@@ -2,8 +2,10 @@
 
 `baseline` never evicts: its pool holds everything the workload asks for, and there is no tier.
 `control` has the small pool and no tier: what leaves the pool is computed again. `evoke` and
-`lru` have the small pool and a tier of the same size, with every option at its default. The
-negative controls are `evoke` behind a worker that damages what it restores.
+`lru` have the small pool and a tier of the same size, with every option at its default;
+`evoke-scored` admits every block, so that it evicts and reuses slots all the time where the default
+policy would rather refuse. The negative controls are `evoke` behind a worker that damages what it
+restores.
 """
 
 import os
@@ -31,20 +33,25 @@ class Arm:
     tier: str | None
     evicts: bool = True
     damage: str | None = None
+    policy: str | None = None
+
+    @property
+    def judged(self) -> bool:
+        """Whether the gate answers for this arm: it is EVOKE, and undamaged."""
+        return self.tier == "evoke" and self.damage is None
 
     def kv_transfer(self, tier_bytes: int) -> dict[str, Any] | None:
         """Return the engine's KV transfer configuration, or None."""
         if self.tier is None:
             return None
         transfer = dict(serving.ARMS[self.tier].kv_transfer(tier_bytes) or {})
+        extra = dict(transfer["kv_connector_extra_config"])
+        if self.policy is not None:
+            extra["evoke"] = {"policy": self.policy}
         if self.damage is not None:
-            extra = {"spec_name": "DamagedSpec", "spec_module_path": "gates.damage"}
-            transfer["kv_connector_extra_config"] = {
-                **transfer["kv_connector_extra_config"],
-                **extra,
-                "gate_damage": self.damage,
-            }
-        return transfer
+            extra |= {"spec_name": "DamagedSpec", "spec_module_path": "gates.damage"}
+            extra["gate_damage"] = self.damage
+        return {**transfer, "kv_connector_extra_config": extra}
 
 
 ARMS = {
@@ -53,6 +60,7 @@ ARMS = {
         Arm("baseline", "never evicting", None, evicts=False),
         Arm("evoke", "EVOKE tier", "evoke"),
         Arm("control", "recomputed, no tier", None),
+        Arm("evoke-scored", "EVOKE tier, every block admitted", "evoke", policy="scored"),
         Arm("lru", "stock LRU tier", "lru"),
     )
 }

@@ -11,7 +11,8 @@ A candidate passes if
   overcommitted, and enough restored from the tier, all above the stated floors;
 * it answers every probe, and finds every passkey that the baseline finds;
 * it diverges from the baseline no more often than the control (the same small pool, no tier:
-  everything recomputed) does, and where the rules say exact, not at all.
+  everything recomputed) does, and where the rules say exact, not at all. The same holds for
+  further arms of the candidate's family ("evoke-..."): they are judged by their answers.
 
 A gate that cannot fail proves nothing, so a negative control (a worker that damages restores) is
 judged by the same rules, and must fail them by its answers: it must diverge, on a probe that was
@@ -136,23 +137,22 @@ def make_verdict(
 ) -> dict[str, Any]:
     """Return the verdict as it is published; the same recordings give the same verdict.
 
-    `others` are arms that are compared for information, `negatives` the negative controls by name.
+    `others` are further arms by name, compared for information unless the name begins with the
+    candidate's arm and a dash; `negatives` are the negative controls by name.
     Raises BenchError as `compare` does.
     """
     _check_control(control)
     judged = compare(baseline, candidate)
     recomputed = compare(baseline, control)
+    beside = {name: compare(baseline, recording) for name, recording in (others or {}).items()}
     rules = baseline.rules
     allowed = 0 if rules.exact else recomputed.divergences
     lacks = _vacuity(baseline, judged)
     reasons = [f"vacuous: {lack}" for lack in lacks]
-    if judged.divergences > allowed:
-        limit = "none is allowed" if rules.exact else f"the control has {allowed}"
-        reasons.append(f"{judged.divergences} probes diverge from the baseline; {limit}")
-    if judged.lost_passkeys:
-        reasons.append(f"{judged.lost_passkeys} passkeys that the baseline finds are lost")
-    if errors := sum(f.kind == "error" for f in judged.failures):
-        reasons.append(f"{errors} probes were not answered")
+    for name, compared in {candidate.arm: judged, **beside}.items():
+        if name == candidate.arm or name.startswith(f"{candidate.arm}-"):
+            limit = "none is allowed" if rules.exact else f"the control has {allowed}"
+            reasons += [f"{name}: {lack}" for lack in _faults(compared, allowed, limit)]
     if rules.exact and recomputed.divergences:
         reasons.append(
             f"the control diverges on {recomputed.divergences} probes although the rules are "
@@ -188,10 +188,10 @@ def make_verdict(
         },
         "others": {
             name: {
-                **(compared := compare(baseline, recording)).counts(),
+                **compared.counts(),
                 "failures": [_row(failure) for failure in compared.failures],
             }
-            for name, recording in (others or {}).items()
+            for name, compared in beside.items()
         },
         "negative_controls": negative_controls,
     }
@@ -303,6 +303,18 @@ def _vacuity(baseline: Recording, candidate: Comparison) -> list[str]:
         for have, least, what in figures
         if have < least
     ]
+
+
+def _faults(compared: Comparison, allowed: int, limit: str) -> list[str]:
+    """Return what is wrong with an arm's answers."""
+    faults = []
+    if compared.divergences > allowed:
+        faults.append(f"{compared.divergences} probes diverge from the baseline; {limit}")
+    if compared.lost_passkeys:
+        faults.append(f"{compared.lost_passkeys} passkeys that the baseline finds are lost")
+    if errors := sum(failure.kind == "error" for failure in compared.failures):
+        faults.append(f"{errors} probes were not answered")
+    return faults
 
 
 def _overcommit(recording: Recording) -> float:

@@ -7,6 +7,7 @@ names versions and the class of machine, never a host, a path or a port.
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -102,8 +103,10 @@ class Recording:
             {name: value for name, value in answer.items() if value not in (None, "")}
             for answer in content.pop("answers")
         ]
+        for answer in answers:  # JSON knows no NaN, and a damaged block may well give one
+            answer["logprobs"] = [v if math.isfinite(v) else str(v) for v in answer["logprobs"]]
         head = json.dumps(content, indent=1)
-        lines = ",\n".join("  " + json.dumps(answer) for answer in answers)
+        lines = ",\n".join("  " + json.dumps(answer, allow_nan=False) for answer in answers)
         text = f'{head[:-2]},\n "answers": [\n{lines}\n ]\n}}\n'
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(path.name + ".part")
@@ -128,15 +131,15 @@ class Recording:
         return recording
 
 
-_TUPLES = {"token_ids", "logprobs"}
 _ANSWER_FIELDS = {each.name for each in fields(Answer)}
 
 
 def _answer(raw: dict[str, Any]) -> Answer:
     if unknown := raw.keys() - _ANSWER_FIELDS:
         raise ValueError(f"an answer holds an unknown field {min(unknown)!r}")
-    values: dict[str, Any] = {k: tuple(v) if k in _TUPLES else v for k, v in raw.items()}
-    answer = Answer(**values)
+    tokens = tuple(int(value) for value in raw.pop("token_ids"))
+    logprobs = tuple(float(value) for value in raw.pop("logprobs"))
+    answer = Answer(**raw, token_ids=tokens, logprobs=logprobs)
     if len(answer.token_ids) != len(answer.logprobs):
         raise ValueError(f"{answer.kind} {answer.session}.{answer.turn}: tokens without logprobs")
     return answer

@@ -84,11 +84,13 @@ def summary(verdict: Mapping[str, Any]) -> list[str]:
         f"{counts['passkeys_found']} of {counts['passkeys_baseline']} passkeys; largest logprob "
         f"difference {counts['largest_logprob_difference']}",
         f"through restored blocks: {counts['restored_probes']} probes, "
-        f"{counts['restored_tokens']:,} tokens, {counts['restored_bytes']:,} bytes",
+        f"{counts['restored_tokens']:,} tokens, {counts['restored_bytes']:,} bytes (stored "
+        f"{counts['stored_bytes']:,})",
         f"control (recomputed): {verdict['control']['divergences']} diverge",
     ]
     lines += [
-        f"{name}: {other['divergences']} diverge, {other['restored_tokens']:,} tokens restored"
+        f"{name}: {other['divergences']} diverge; {other['restored_tokens']:,} tokens restored, "
+        f"{other['stored_bytes']:,} bytes stored"
         for name, other in verdict["others"].items()
     ]
     lines += [
