@@ -168,11 +168,21 @@ def _prepare(
             reporter.say(f"sizes with a stand-in for the tokenizer of {source}: turns are cut to")
             reporter.say("exact numbers of tokens, so blocks and bytes are the same with any")
         else:
-            raise UsageProblem(
-                f"profile {profile.name} needs {source}: download it and give its folder with "
-                "--model"
-            )
+            model = _from_hub(source)
     return Bench.prepare(profile, load_encoder(model), model)
+
+
+def _from_hub(source: str) -> Path:
+    """Return the folder of a model on the hub, downloaded first where that is allowed."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(source))
+    except Exception as error:  # the hub's client raises a family of its own, and its network's
+        reason = " ".join(str(error).split())[:200]
+        raise UsageProblem(
+            f"model {source} is not at hand ({reason}); give its folder with --model"
+        ) from None
 
 
 def _publish(source: Path, target: Path) -> None:

@@ -56,7 +56,7 @@ class Arm:
 
 ARMS = {
     arm.name: arm
-    for arm in (
+    for arm in (  # profiles.ARM_NAMES lists them
         Arm("baseline", "never evicting", None, evicts=False),
         Arm("evoke", "EVOKE tier", "evoke"),
         Arm("control", "recomputed, no tier", None),

@@ -148,7 +148,7 @@ class GateClient:
         """Return every counter and gauge by its name, summed over labels."""
         values: dict[str, float] = {}
         for family in text_string_to_metric_families(self.request("GET", "/metrics").text):
-            if family.type in ("counter", "gauge"):
+            if family.type in ("counter", "gauge", "unknown"):
                 for sample in family.samples:
                     if not sample.name.endswith("_created"):
                         values[sample.name] = values.get(sample.name, 0.0) + sample.value

@@ -19,6 +19,7 @@ from gates.workload import Shape
 FOLDER = Path(__file__).resolve().parent / "profiles"
 TINY, SMOLLM2 = "tiny-random", "smollm2-135m"
 DEVICES = ("cpu", "cuda")
+ARM_NAMES = ("baseline", "evoke", "control", "evoke-scored", "lru")
 VALUE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1}
 
 
@@ -162,7 +163,11 @@ def _check(profile: Profile) -> None:
         raise ValueError(f"pools.device must be one of {', '.join(DEVICES)}, not {pools.device!r}")
     if pools.device == "cuda" and not (pools.memory_gib > 0 and model.weights_gib > 0):
         raise ValueError("pools.memory_gib and model.weights_gib are needed on a GPU")
+    for name in profile.arms:
+        if name not in ARM_NAMES:
+            raise ValueError(f"no arm {name!r}; there are {', '.join(ARM_NAMES)}")
     if not rules.logprob_tolerance >= 0:
-        raise ValueError(f"rules.logprob_tolerance must be at least 0, not {rules}")
+        tolerance = rules.logprob_tolerance
+        raise ValueError(f"rules.logprob_tolerance must be at least 0, not {tolerance}")
     if not rules.min_restored_tokens > 0 or not rules.min_restored_probes > 0:
         raise ValueError("rules: floors of restored tokens and probes must be above 0")

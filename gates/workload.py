@@ -125,7 +125,7 @@ def _prompts(
     for turn in range(1, shape.turns + 1):
         if turn == 1:
             ship = f"{session}-{rng.randrange(10**6)}"
-            head = f"<|im_start|>system\nYou keep the log of ship {ship}.<|im_end|>\n"
+            head = f"<|im_start|>system\nShip {ship}: you keep its log.<|im_end|>\n"
         else:
             head = "Noted.<|im_end|>\n"
         head += "<|im_start|>user\n"
