@@ -18,6 +18,8 @@ from bench.serving.model import check_model_folder, prepare_model
 from gates import PUBLISHED, ROOT
 from gates.arms import find_arm
 from gates.compare import PASS, make_verdict, render
+from gates.faults.checks import FAULTS
+from gates.faults.report import REPORT, run_faults
 from gates.profiles import SMOLLM2, TINY, Profile, load_profile, profile_names
 from gates.recorder import Bench, record
 from gates.recording import SUFFIX, Recording
@@ -127,6 +129,36 @@ def compare_command(
     for line in summary(verdict):
         click.echo(line)
     return 0 if verdict["verdict"] == PASS else 1
+
+
+@cli.command("faults")
+@click.option("--only", multiple=True, help=f"One of {', '.join(FAULTS)}; may be repeated.")
+@click.option(
+    "--minutes",
+    type=click.FloatRange(0.2),
+    default=1.0,
+    show_default=True,
+    help="How long the 64 clients ask; 10 for the full gate.",
+)
+@_cache
+@click.option("--results", type=_PATH, default=ROOT / "results" / "gates" / "faults")
+@click.option("--publish", is_flag=True, help="Copy the report to gates/published/faults.")
+def faults_command(
+    only: tuple[str, ...], minutes: float, cache: Path, results: Path, publish: bool
+) -> int:
+    """Kill, fill, abort, reset and crowd a server, on the tiny model."""
+    for name in only:
+        if name not in FAULTS:
+            raise UsageProblem(f"--only: no fault {name!r}; there are {', '.join(FAULTS)}")
+    faults = [fault for name, fault in FAULTS.items() if not only or name in only]
+    reporter = Reporter(make_console())
+    report = run_faults(faults, prepare_tiny_model(cache), results, minutes, reporter)
+    if publish:
+        target = PUBLISHED / "faults"
+        target.mkdir(parents=True, exist_ok=True)
+        (target / REPORT).write_bytes((results / REPORT).read_bytes())
+    reporter.say(f"fault gates: {report['verdict'].upper()}; report: {results / REPORT}")
+    return 0 if report["verdict"] == PASS else 1
 
 
 @cli.command("rederive")

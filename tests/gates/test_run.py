@@ -195,7 +195,7 @@ def test_a_changed_recording_or_verdict_is_noticed(
     path = tmp_path / f"evoke{SUFFIX}"
     recording = Recording.load(path)
     answers = list(recording.answers)
-    answers[20] = replace(answers[20], token_ids=(1,) * 8)
+    answers[10] = replace(answers[10], token_ids=(1,) * 8)
     replace(recording, answers=tuple(answers)).save(path)
     assert program.main(["rederive", str(tmp_path)]) == 1
     assert "do not give the verdict" in capsys.readouterr().err
