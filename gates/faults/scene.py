@@ -257,7 +257,7 @@ def growth(samples: Sequence[int]) -> float:
     of the last.
     """
     after = samples[len(samples) // 3 :]
-    if len(after) < 4:
+    if len(after) < 8:
         raise BenchError(f"{len(samples)} samples of memory are too few to judge")
     part = len(after) // 4
     first, last = sorted(after[:part]), sorted(after[-part:])

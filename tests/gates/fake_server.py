@@ -25,6 +25,7 @@ class FakeEngine:
         self.refused: set[int] = set()
         self.deadly: set[int] = set()
         self.dead = False
+        self.gauges: dict[str, float] = {}
         self.counts = dict.fromkeys(
             (
                 "prefix_cache_queries",
@@ -65,6 +66,8 @@ class FakeEngine:
         lines = []
         for name, value in self.counts.items():
             lines += [f"# TYPE vllm:{name} counter", f'vllm:{name}_total{{engine="0"}} {value}.0']
+        for name, gauge in self.gauges.items():
+            lines += [f"# TYPE vllm:{name} gauge", f"vllm:{name} {gauge}"]
         return "\n".join(lines) + "\n"
 
 
