@@ -10,7 +10,7 @@ restores.
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,8 @@ class Arm:
         """Whether the gate answers for this arm: it is EVOKE, and undamaged."""
         return self.tier == "evoke" and self.damage is None
 
-    def kv_transfer(self, tier_bytes: int) -> dict[str, Any] | None:
-        """Return the engine's KV transfer configuration, or None."""
+    def kv_transfer(self, tier_bytes: int, value_bytes: int) -> dict[str, Any] | None:
+        """Return the engine's KV transfer configuration, or None; sizes in bytes."""
         if self.tier is None:
             return None
         transfer = dict(serving.ARMS[self.tier].kv_transfer(tier_bytes) or {})
@@ -50,7 +50,7 @@ class Arm:
             extra["evoke"] = {"policy": self.policy}
         if self.damage is not None:
             extra |= {"spec_name": "DamagedSpec", "spec_module_path": "gates.damage"}
-            extra["gate_damage"] = self.damage
+            extra["gate_damage"] = {"kind": self.damage, "value_bytes": value_bytes}
         return {**transfer, "kv_connector_extra_config": extra}
 
 
@@ -84,14 +84,9 @@ def find_arm(name: str) -> Arm:
 
 @dataclass(frozen=True)
 class GateServerConfig(ServerConfig):
-    """A server that can import this repository's own specs; `extra` ends its command line."""
+    """A server that can import this repository's own specs."""
 
-    extra: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
-
-    def command(self, port: int) -> list[str]:
-        """Return the command line that serves this configuration on `port`."""
-        return [*super().command(port), *self.extra]
 
     def process_environment(self) -> dict[str, str]:
         """Return the environment the server runs in."""
@@ -108,11 +103,11 @@ def server_config(arm: Arm, profile: Profile, sizes: Sizes, model: Path) -> Gate
     """Return what `arm` is served with."""
     pools = profile.pools
     gpu_blocks = pools.pool_blocks if arm.evicts else sizes.baseline_blocks
-    extra = list(pools.options)
+    options = list(pools.options)
     if profile.model.kv_dtype:
-        extra += ["--kv-cache-dtype", profile.model.kv_dtype]
+        options += ["--kv-cache-dtype", profile.model.kv_dtype]
     if pools.device == "cuda":
-        extra += ["--gpu-memory-utilization", str(pools.usable_share)]
+        options += ["--gpu-memory-utilization", str(pools.usable_share)]
     return GateServerConfig(
         model=model,
         gpu_blocks=gpu_blocks,
@@ -122,16 +117,6 @@ def server_config(arm: Arm, profile: Profile, sizes: Sizes, model: Path) -> Gate
         max_seqs=pools.max_seqs,
         dtype=profile.model.dtype,
         kv_space_gib=max(1, -(-gpu_blocks * sizes.block_bytes // _GIB)),
-        kv_transfer=arm.kv_transfer(sizes.tier_bytes),
-        extra=tuple(extra),
+        kv_transfer=arm.kv_transfer(sizes.tier_bytes, profile.model.value_bytes),
+        options=tuple(options),
     )
-
-
-def with_tier(config: GateServerConfig, **extra: Any) -> GateServerConfig:
-    """Return `config` with more in its tier's `kv_connector_extra_config`."""
-    transfer = dict(config.kv_transfer or {})
-    transfer["kv_connector_extra_config"] = {
-        **transfer.get("kv_connector_extra_config", {}),
-        **extra,
-    }
-    return replace(config, kv_transfer=transfer)

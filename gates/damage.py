@@ -1,7 +1,7 @@
 """EVOKE's spec with a worker that damages what it restores, on purpose: the negative controls.
 
-`kv_connector_extra_config["gate_damage"]` names the damage. In every load of a worker, one block
-is hurt:
+`kv_connector_extra_config["gate_damage"]` holds the `kind` of damage and `value_bytes`, the size of
+a number in the KV cache. In every load of a worker, one block is hurt:
 
 * `flip`: all bits of the high byte of one value of the load's last block are inverted.
 * `swap`: the slot of the load's last block and a slot of another context's load are exchanged,
@@ -33,12 +33,10 @@ _VALUE_AT = 16  # which value of a block's page is flipped
 class DamagedSpec(EvokeOffloadingSpec):
     """EVOKE's tier behind a worker that cannot be trusted."""
 
-    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(vllm_config, *args, **kwargs)
-        cache = getattr(vllm_config, "cache_config", None)
-        dtype = str(getattr(cache, "cache_dtype", "auto"))
-        self._value_bytes = 1 if "fp8" in dtype else vllm_config.model_config.dtype.itemsize
-        self._kind = vllm_config.kv_transfer_config.kv_connector_extra_config[DAMAGE_KEY]
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        settings = extra_config(given[0])[DAMAGE_KEY]
+        self._kind, self._value_bytes = settings["kind"], settings["value_bytes"]
         if self._kind not in KINDS:
             raise ValueError(f"{DAMAGE_KEY} must be one of {', '.join(KINDS)}, not {self._kind!r}")
         logger.warning("%s %s in every restore; a negative control", MARK, self._kind)
@@ -47,11 +45,14 @@ class DamagedSpec(EvokeOffloadingSpec):
         """vLLM 0.24: one handler for each direction."""
         damage = Damage(self._kind, engine_tensors(kv_caches), self._value_bytes)
         for source, target, handler in super().get_handlers(kv_caches):
-            if source.medium() != "GPU":
-                damage.wrap_handler(handler)
-            else:
-                damage.watch_stores(handler)
+            damage.wrap_handler(handler, store=source.medium() == "GPU")
             yield source, target, handler
+
+    def get_worker(self, kv_caches: Any) -> Any:
+        """vLLM 0.25 and later: one worker for both directions."""
+        worker = super().get_worker(kv_caches)
+        Damage(self._kind, engine_tensors(kv_caches), self._value_bytes).wrap_worker(worker)
+        return worker
 
 
 class Damage:
@@ -66,15 +67,41 @@ class Damage:
         self._earlier: list[list[int]] = []
         self.done = 0
 
-    def wrap_handler(self, handler: Any) -> None:
-        """Damage the loads of `handler`, which moves blocks from the tier to the engine."""
-        submit, finished = handler.transfer_async, handler.get_finished
+    def wrap_handler(self, handler: Any, *, store: bool) -> None:
+        """Stand before a handler of one direction; stores are only watched."""
+        submit = handler.transfer_async
 
         def transfer_async(job_id: int, spec: tuple[Any, Any]) -> bool:
-            source, target = spec
-            self._prepare(job_id, source, target)
+            if store:
+                self._forget(spec[1])
+            else:
+                self._prepare(job_id, *spec)
             submitted: bool = submit(job_id, spec)
             return submitted
+
+        handler.transfer_async = transfer_async
+        if not store:
+            self._wrap_finished(handler)
+
+    def wrap_worker(self, worker: Any) -> None:
+        """Stand before a worker of both directions."""
+        load, store = worker.submit_load, worker.submit_store
+
+        def submit_load(job_id: int, source: Any, target: Any, *rest: Any, **named: Any) -> bool:
+            self._prepare(job_id, source, target)
+            submitted: bool = load(job_id, source, target, *rest, **named)
+            return submitted
+
+        def submit_store(job_id: int, source: Any, target: Any, *rest: Any, **named: Any) -> bool:
+            self._forget(target)
+            submitted: bool = store(job_id, source, target, *rest, **named)
+            return submitted
+
+        worker.submit_load, worker.submit_store = submit_load, submit_store
+        self._wrap_finished(worker)
+
+    def _wrap_finished(self, worker: Any) -> None:
+        finished = worker.get_finished
 
         def get_finished() -> list[Any]:
             results: list[Any] = finished()
@@ -82,21 +109,14 @@ class Damage:
                 self._finish(result.job_id)
             return results
 
-        handler.transfer_async, handler.get_finished = transfer_async, get_finished
+        worker.get_finished = get_finished
 
-    def watch_stores(self, handler: Any) -> None:
-        """Forget exchanges of slots that are written anew."""
-        submit = handler.transfer_async
-
-        def transfer_async(job_id: int, spec: tuple[Any, Any]) -> bool:
-            for slot in spec[1].block_ids.tolist():
-                if (other := self._exchanged.pop(slot, None)) is not None:
-                    del self._exchanged[other]
-                self._earlier = [slots for slots in self._earlier if slot not in slots]
-            submitted: bool = submit(job_id, spec)
-            return submitted
-
-        handler.transfer_async = transfer_async
+    def _forget(self, target: Any) -> None:
+        """Undo the exchanges of slots that are written anew."""
+        for slot in map(int, target.block_ids):
+            if (other := self._exchanged.pop(slot, None)) is not None:
+                del self._exchanged[other]
+            self._earlier = [slots for slots in self._earlier if slot not in slots]
 
     def _prepare(self, job_id: int, source: Any, target: Any) -> None:
         row = int(target.block_ids[-1])
@@ -129,8 +149,18 @@ class Damage:
             self._exchanged |= {last: free[0], free[0]: last}
         read = [self._exchanged.get(slot, slot) for slot in slots]
         self.done += read != slots
-        source.block_ids = np.asarray(read, dtype=source.block_ids.dtype)
+        source.block_ids = np.asarray(read, dtype=np.asarray(source.block_ids).dtype)
         self._earlier = [*self._earlier[-63:], slots]
+
+
+def extra_config(given: Any) -> dict[str, Any]:
+    """Return `kv_connector_extra_config`, from what a spec is made from in any vLLM.
+
+    `given` is its first argument: vLLM's whole configuration, since 0.26 the offloading one.
+    """
+    if hasattr(given, "extra_config"):
+        return dict(given.extra_config)
+    return dict(given.kv_transfer_config.kv_connector_extra_config)
 
 
 def engine_tensors(kv_caches: Any) -> list[torch.Tensor]:

@@ -40,10 +40,14 @@ class Model:
     weights_gib: float = 0.0
 
     @property
+    def value_bytes(self) -> int:
+        """Bytes of one number in the KV cache."""
+        return VALUE_BYTES[self.kv_dtype or self.dtype]
+
+    @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of one token's keys and values."""
-        value = VALUE_BYTES[self.kv_dtype or self.dtype]
-        return 2 * self.layers * self.kv_heads * self.head_size * value
+        return 2 * self.layers * self.kv_heads * self.head_size * self.value_bytes
 
 
 @dataclass(frozen=True)

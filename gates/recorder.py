@@ -16,8 +16,8 @@ from typing import Any
 from bench.demo.results import machine, versions
 from bench.errors import BenchError
 from bench.progress import Reporter
-from bench.serving.server import ServerConfig, running
-from gates.arms import Arm, server_config
+from bench.serving.server import running
+from gates.arms import Arm, GateServerConfig, server_config
 from gates.client import Counters, GateClient, Unanswered
 from gates.profiles import Profile
 from gates.recording import Answer, Recording
@@ -131,16 +131,15 @@ def _ask(
 
 
 def _configuration(
-    config: ServerConfig, profile: Profile, arm: Arm, sizes: Sizes
+    config: GateServerConfig, profile: Profile, arm: Arm, sizes: Sizes
 ) -> dict[str, Any]:
     """Return what a reader needs to repeat the run; no path, no port."""
     shown = asdict(config)
-    for name in ("model", "environment", "extra", "options"):
-        shown.pop(name, None)
+    del shown["model"], shown["environment"]
     return {
         "model": profile.model.source,
         **shown,
-        "options": list(getattr(config, "extra", ())),
+        "options": list(config.options),
         "device": profile.pools.device,
         "tier_blocks": sizes.tier_blocks if arm.tier else 0,
         "cores": len(os.sched_getaffinity(0)),

@@ -10,11 +10,12 @@ begins and as it is done.
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from evoke_vllm.spec import EvokeOffloadingSpec
+from gates.damage import extra_config
 from gates.faults import FAULTS_KEY
 
 _POLL_S = 0.005
@@ -23,19 +24,31 @@ _POLL_S = 0.005
 class FaultySpec(EvokeOffloadingSpec):
     """EVOKE's tier behind a slow worker."""
 
-    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(vllm_config, *args, **kwargs)
-        self._faults = vllm_config.kv_transfer_config.kv_connector_extra_config[FAULTS_KEY]
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._faults = extra_config(given[0])[FAULTS_KEY]
 
     def get_handlers(self, kv_caches: Any) -> Iterator[Any]:
         """vLLM 0.24: one handler for each direction."""
+        journal = self._journal()
+        for source, target, handler in super().get_handlers(kv_caches):
+            late = Late(handler, self._delays(), journal)
+            late.wrap_handler("store" if source.medium() == "GPU" else "load")
+            yield source, target, handler
+
+    def get_worker(self, kv_caches: Any) -> Any:
+        """vLLM 0.25 and later: one worker for both directions."""
+        worker = super().get_worker(kv_caches)
+        Late(worker, self._delays(), self._journal()).wrap_worker()
+        return worker
+
+    def _delays(self) -> dict[str, float]:
+        return {name: float(self._faults.get(f"{name}_s", 0.0)) for name in ("load", "store")}
+
+    def _journal(self) -> "Journal":
         journal = Journal(Path(self._faults["journal"]))
         journal.write(what="worker", pid=os.getpid())
-        for source, target, handler in super().get_handlers(kv_caches):
-            direction = "store" if source.medium() == "GPU" else "load"
-            delay_s = float(self._faults.get(f"{direction}_s", 0.0))
-            make_late(handler, direction, delay_s, journal)
-            yield source, target, handler
+        return journal
 
 
 class Journal:
@@ -49,34 +62,62 @@ class Journal:
         self._file.write(json.dumps({"at": time.time(), **entry}) + "\n")
 
 
-def make_late(handler: Any, direction: str, delay_s: float, journal: Journal) -> None:
-    """Let `handler` do each transfer `delay_s` late, in the order they came."""
-    submit, finished, wait = handler.transfer_async, handler.get_finished, handler.wait
-    late: list[tuple[float, int, Any]] = []
+class Late:
+    """Lets a worker do each transfer late, in the order in which they came.
 
-    def transfer_async(job_id: int, spec: Any) -> bool:
-        journal.write(what=direction, job=job_id, state="begun")
-        late.append((time.monotonic() + delay_s, job_id, spec))
+    `delays` in seconds, by direction. Whoever waits for a transfer gets it and all before it.
+    """
+
+    def __init__(self, worker: Any, delays: dict[str, float], journal: Journal) -> None:
+        self._worker = worker
+        self._delays = delays
+        self._journal = journal
+        self._late: list[tuple[float, int, Callable[[], Any]]] = []
+        self._directions: dict[int, str] = {}
+        self._finished, self._wait = worker.get_finished, worker.wait
+        worker.get_finished, worker.wait = self._get_finished, self._wait_for
+
+    def wrap_handler(self, direction: str) -> None:
+        """Stand before the worker's only direction (vLLM 0.24)."""
+        submit = self._worker.transfer_async
+        self._worker.transfer_async = lambda job_id, spec: self._queue(
+            direction, job_id, lambda: submit(job_id, spec)
+        )
+
+    def wrap_worker(self) -> None:
+        """Stand before both directions (vLLM 0.25 and later)."""
+        for direction in ("load", "store"):
+            submit = getattr(self._worker, f"submit_{direction}")
+
+            def late(
+                job_id: int, *rest: Any, _way: str = direction, _do: Any = submit, **named: Any
+            ) -> bool:
+                return self._queue(_way, job_id, lambda: _do(job_id, *rest, **named))
+
+            setattr(self._worker, f"submit_{direction}", late)
+
+    def _queue(self, direction: str, job_id: int, submit: Callable[[], Any]) -> bool:
+        self._journal.write(what=direction, job=job_id, state="begun")
+        self._directions[job_id] = direction
+        due = time.monotonic() + self._delays[direction]
+        self._late.append((due, job_id, submit))
+        self._late.sort(key=lambda entry: entry[0])
         return True
 
-    def get_finished() -> list[Any]:
-        now = time.monotonic()
-        while late and late[0][0] <= now:
-            _, job_id, spec = late.pop(0)
-            submit(job_id, spec)
-        results: list[Any] = finished()
+    def _get_finished(self) -> list[Any]:
+        while self._late and self._late[0][0] <= time.monotonic():
+            self._late.pop(0)[2]()
+        results: list[Any] = self._finished()
         for result in results:
-            journal.write(what=direction, job=result.job_id, state="done")
+            direction = self._directions.pop(result.job_id)
+            self._journal.write(what=direction, job=result.job_id, state="done")
         return results
 
-    def wait_for(job_ids: set[int]) -> None:
-        while any(job_id in job_ids for _, job_id, _ in late):
-            if (rest := late[0][0] - time.monotonic()) > 0:
+    def _wait_for(self, job_ids: set[int]) -> None:
+        while any(job_id in job_ids for _, job_id, _ in self._late):
+            rest = self._late[0][0] - time.monotonic()
+            if rest > 0:
                 time.sleep(min(rest, _POLL_S))
-                continue
-            _, job_id, spec = late.pop(0)
-            submit(job_id, spec)
-        wait(job_ids)
-
-    handler.transfer_async, handler.get_finished = transfer_async, get_finished
-    handler.wait = wait_for
+            else:
+                self._late.pop(0)[2]()
+        self._wait(job_ids)

@@ -48,8 +48,8 @@ class Machine:
         self.damage = Damage(kind, [self.engine], value_bytes)
         self.load = Handler(self.engine, self.tier, store=False)
         self.store = Handler(self.engine, self.tier, store=True)
-        self.damage.wrap_handler(self.load)
-        self.damage.watch_stores(self.store)
+        self.damage.wrap_handler(self.load, store=False)
+        self.damage.wrap_handler(self.store, store=True)
         self.jobs = 0
 
     def restore(self, slots: list[int], rows: list[int]) -> list[int]:
@@ -101,3 +101,52 @@ def test_swap_forgets_a_slot_that_is_written_anew() -> None:
     machine.engine[5] = 50
     assert machine.store.transfer_async(99, (Blocks(5), Blocks(3)))
     assert machine.restore([1], [0]) == [2]
+
+
+class Worker:
+    """vLLM 0.25 and later: both directions in one object."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.load = Handler(machine.engine, machine.tier, store=False)
+        self.store = Handler(machine.engine, machine.tier, store=True)
+
+    def submit_load(self, job_id: int, source: Blocks, target: Blocks, expedited: bool) -> bool:
+        return self.load.transfer_async(job_id, (source, target))
+
+    def submit_store(self, job_id: int, source: Blocks, target: Blocks) -> bool:
+        return self.store.transfer_async(job_id, (source, target))
+
+    def get_finished(self) -> list[Any]:
+        return self.load.get_finished() + self.store.get_finished()
+
+
+def test_a_worker_of_both_directions_is_damaged_alike() -> None:
+    machine = Machine("stale")
+    worker = Worker(machine)
+    machine.damage.wrap_worker(worker)
+    machine.engine[5] = 50
+    assert worker.submit_store(1, Blocks(5), Blocks(0))
+    assert worker.submit_load(2, Blocks(0, 1), Blocks(2, 3), expedited=False)
+    assert len(worker.get_finished()) == 2
+    assert [int(machine.engine[row, 0]) for row in (2, 3)] == [50, 77]
+    machine = Machine("swap")
+    worker = Worker(machine)
+    machine.damage.wrap_worker(worker)
+    for job, slots in enumerate(([0, 1], [2, 3], [0, 1])):
+        worker.submit_load(job, Blocks(*slots), Blocks(0, 1), expedited=False)
+    assert int(machine.engine[1, 0]) == 4
+    worker.submit_store(9, Blocks(5), Blocks(3))
+    worker.submit_load(10, Blocks(0, 1), Blocks(0, 1), expedited=False)
+    assert int(machine.engine[1, 0]) == 2
+
+
+def test_settings_are_read_from_either_configuration() -> None:
+    from types import SimpleNamespace
+
+    from gates.damage import extra_config
+
+    new = SimpleNamespace(extra_config={"a": 1})
+    transfer = SimpleNamespace(kv_connector_extra_config={"a": 2})
+    assert extra_config(new) == {"a": 1}
+    assert extra_config(SimpleNamespace(kv_transfer_config=transfer)) == {"a": 2}

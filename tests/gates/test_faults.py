@@ -42,10 +42,10 @@ class Handler:
 
 
 def late(delay_s: float, journal: Path) -> Handler:
-    from gates.faults.worker import Journal, make_late
+    from gates.faults.worker import Journal, Late
 
     handler = Handler()
-    make_late(handler, "load", delay_s, Journal(journal))
+    Late(handler, {"load": delay_s, "store": 0.0}, Journal(journal)).wrap_handler("load")
     return handler
 
 
@@ -74,6 +74,30 @@ def test_who_waits_for_a_late_transfer_gets_it_and_those_before_it(tmp_path: Pat
         (2, "begun"),
         (1, "done"),
         (2, "done"),
+    ]
+
+
+@pytest.mark.engine
+def test_a_worker_of_both_directions_is_late_in_each(tmp_path: Path) -> None:
+    from gates.faults.worker import Journal, Late
+
+    class Worker(Handler):
+        def submit_load(self, job_id: int, *specs: Any, expedited: bool = False) -> bool:
+            return self.transfer_async(job_id, specs)
+
+        def submit_store(self, job_id: int, *specs: Any) -> bool:
+            return self.transfer_async(job_id, specs)
+
+    worker = Worker()
+    Late(worker, {"load": 60.0, "store": 0.0}, Journal(tmp_path / "journal")).wrap_worker()
+    assert worker.submit_load(1, "tier", "engine", expedited=True)
+    assert worker.submit_store(2, "engine", "tier")
+    assert [result.job_id for result in worker.get_finished()] == [2]
+    entries = [json.loads(line) for line in (tmp_path / "journal").read_text().splitlines()]
+    assert [(e["what"], e["state"]) for e in entries] == [
+        ("load", "begun"),
+        ("store", "begun"),
+        ("store", "done"),
     ]
 
 

@@ -90,7 +90,8 @@ def test_what_each_arm_is_served_with() -> None:
     assert config("evoke") == (33, {**evoke, **tier})
     assert config("evoke-scored") == (33, {**evoke, **tier, "evoke": {"policy": "scored"}})
     for kind in NEGATIVES:
-        assert config(kind) == (33, {**damaged, **tier, "gate_damage": kind})
+        hurt = {"kind": kind, "value_bytes": 4}
+        assert config(kind) == (33, {**damaged, **tier, "gate_damage": hurt})
     assert [arm.name for arm in ARMS.values() if arm.judged] == ["evoke", "evoke-scored"]
 
 
