@@ -19,7 +19,7 @@ from gates import PUBLISHED, ROOT
 from gates.arms import find_arm
 from gates.compare import PASS, make_verdict, render
 from gates.faults.checks import FAULTS
-from gates.faults.report import REPORT, run_faults
+from gates.faults.report import report_name, run_faults
 from gates.profiles import SMOLLM2, TINY, Profile, load_profile, profile_names
 from gates.recorder import Bench, record
 from gates.recording import SUFFIX, Recording
@@ -156,8 +156,8 @@ def faults_command(
     if publish:
         target = PUBLISHED / "faults"
         target.mkdir(parents=True, exist_ok=True)
-        (target / REPORT).write_bytes((results / REPORT).read_bytes())
-    reporter.say(f"fault gates: {report['verdict'].upper()}; report: {results / REPORT}")
+        (target / report_name()).write_bytes((results / report_name()).read_bytes())
+    reporter.say(f"fault gates: {report['verdict'].upper()}; report: {results / report_name()}")
     return 0 if report["verdict"] == PASS else 1
 
 

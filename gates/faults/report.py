@@ -13,7 +13,6 @@ from bench.progress import Reporter
 from gates.faults.checks import FAULTS, Fault
 from gates.faults.scene import Outcome, Scene
 
-REPORT = "faults.json"
 _CONTEXTS = 24
 _SHOWN_PROBLEMS = 5
 
@@ -47,8 +46,14 @@ def run_faults(
             for outcome in outcomes
         },
     }
-    (folder / REPORT).write_text(json.dumps(report, indent=1) + "\n")
+    (folder / report_name()).write_text(json.dumps(report, indent=1) + "\n")
     return report
+
+
+def report_name() -> str:
+    """Return the report's file name: one for each vLLM, as faults differ between them."""
+    version = versions().get("vllm", "unknown").partition("+")[0]
+    return f"faults-vllm-{version}.json"
 
 
 def run_fault(fault: Fault, scene: Scene, minutes: float) -> Outcome:

@@ -241,11 +241,12 @@ def test_the_report_and_the_exit_code(
         monkeypatch.setitem(FAULTS, name, Fault(name, name, run))
     nothing = Scene(tmp_path, (), {}, tmp_path, Reporter(make_console()))
     monkeypatch.setattr(report.Scene, "prepare", lambda *args: nothing)
+    monkeypatch.setattr(report, "versions", lambda: {"vllm": "9.9.9+cpu"})
     monkeypatch.setattr(program, "prepare_tiny_model", lambda cache: tmp_path)
     monkeypatch.setattr(program, "PUBLISHED", tmp_path / "published")
     args = ["faults", "--results", str(tmp_path), "--minutes", "2", "--publish"]
     assert program.main([*args, "--only", "full", "--only", "aborted"]) == 0
-    written = json.loads((tmp_path / "published" / "faults" / "faults.json").read_text())
+    written = json.loads((tmp_path / "published" / "faults" / "faults-vllm-9.9.9.json").read_text())
     assert written["verdict"] == "pass"
     told = {name: each["status"] for name, each in written["faults"].items()}
     assert told == {"full": "upstream", "aborted": "pass"}
