@@ -266,9 +266,7 @@ def gates(session: nox.Session, package: str) -> None:
     args = [arg for arg in session.posargs if arg != "--faults"]
     command = "faults" if "--faults" in session.posargs else "run"
     if package == "lmcache":
-        session.skip(
-            "LMCache's engine for vLLM refuses a CPU: gates/README.md says what is missing"
-        )
+        session.skip("LMCache's engine for vLLM refuses a CPU: see gates/README.md")
     run_engine(session, "-m", "gates", command, *args, engine=gate_engine(args))
 
 
