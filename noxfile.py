@@ -71,7 +71,7 @@ def require_linux(session: nox.Session) -> None:
         session.skip("vLLM has wheels for Linux on x86_64 and aarch64 only")
 
 
-def engine_python(session: nox.Session) -> str:
+def engine_python(session: nox.Session, engine: str = ENGINE) -> str:
     """The Python of the engine's environment, which is built first where it is not there yet.
 
     A stamp, written last, holds a digest of everything that describes the environment: without a
@@ -81,16 +81,16 @@ def engine_python(session: nox.Session) -> str:
     import fcntl
 
     require_linux(session)
-    folder = session.cache_dir.absolute() / "engines" / ENGINE
+    folder = session.cache_dir.absolute() / "engines" / engine
     stamp = folder / "complete"
-    digest = engine_digest()
-    lock = lock_file(folder.with_name(f"{ENGINE}.lock"))
+    digest = engine_digest(engine)
+    lock = lock_file(folder.with_name(f"{engine}.lock"))
 
     def hold(mode: int) -> None:
         try:
             fcntl.flock(lock, mode | fcntl.LOCK_NB)
         except BlockingIOError:
-            session.log(f"Waiting for another nox that builds or uses the environment {ENGINE}")
+            session.log(f"Waiting for another nox that builds or uses the environment {engine}")
             fcntl.flock(lock, mode)
 
     def complete() -> bool:
@@ -101,7 +101,7 @@ def engine_python(session: nox.Session) -> str:
         hold(fcntl.LOCK_EX)
         if not complete():
             stamp.unlink(missing_ok=True)
-            build_engine(session, folder)
+            build_engine(session, engine, folder)
             stamp.write_text(digest)
         hold(fcntl.LOCK_SH)
     return str(folder / "bin" / "python")
@@ -114,9 +114,9 @@ def lock_file(path: Path) -> IO[str]:
     return _lock_files.enter_context(path.open("w"))
 
 
-def engine_digest() -> str:
+def engine_digest(engine: str) -> str:
     """A digest of everything that decides what the engine's environment holds."""
-    files = sorted(f for f in (ENGINES / ENGINE).rglob("*") if f.suffix in (".txt", ".toml"))
+    files = sorted(f for f in (ENGINES / engine).rglob("*") if f.suffix in (".txt", ".toml"))
     files += [ENGINES / f"{MODEL}.txt"]
     files += [ROOT / "packages" / name / "pyproject.toml" for name in PACKAGES]
     parts = [f.read_bytes() for f in files]
@@ -124,22 +124,23 @@ def engine_digest() -> str:
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
 
-def build_engine(session: nox.Session, folder: Path) -> None:
+def build_engine(session: nox.Session, engine: str, folder: Path) -> None:
     """Build the engine's environment: the engine, the model, our packages, tests and bench."""
-    session.log(f"Building the environment {ENGINE}, once: about 6 GB, a minute or more")
+    session.log(f"Building the environment {engine}, once: 6 to 9 GB, a minute or more")
     session.log("(network speed decides; what uv has in its cache is not downloaded again)")
     own = platform.python_version()
     fits = SpecifierSet(ENGINE_PYTHON).contains(own)
     uv(session, "venv", "--clear", "--python", sys.executable if fits else ENGINE_PYTHON, folder)
     install = ("pip", "install", "--python", folder)
-    described = ENGINES / ENGINE
+    described = ENGINES / engine
+    optional = (("--overrides", described / "overrides.txt"), (described / "metadata",))
     uv(
         session,
         *install,
         *("--requirements", described / "requirements.txt"),
         *("--constraints", described / "versions.txt"),
-        *("--overrides", described / "overrides.txt"),
-        *(described / "metadata", *group("test", "bench")),
+        *(arg for args in optional if args[-1].exists() for arg in args),
+        *group("test", "bench"),
         *(arg for name in PACKAGES for arg in ("--editable", ROOT / "packages" / name)),
     )
     # Only the file inside is wanted, not the program around it.
@@ -153,15 +154,18 @@ def uv(session: nox.Session, *args: object) -> None:
     session.run(nox.virtualenv.UV, *map(str, args), external=True)
 
 
-def run_engine(session: nox.Session, *args: str) -> None:
-    """Run Python in the engine's environment, offline, with time to stop what it started."""
-    python = engine_python(session)
+def run_engine(session: nox.Session, *args: str, engine: str = ENGINE) -> None:
+    """Run Python in the engine's environment, with time to stop what it started.
+
+    On a CPU everything is at hand, and nothing is fetched; a GPU's models come from a hub.
+    """
+    python = engine_python(session, engine)
     session.run(
         python,
         *args,
         env={
             "PATH": f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}",
-            "HF_HUB_OFFLINE": "1",
+            **({"HF_HUB_OFFLINE": "1"} if engine == ENGINE else {}),
             "VLLM_NO_USAGE_STATS": "1",
         },
         external=True,
@@ -202,7 +206,7 @@ def typing(session: nox.Session) -> None:
     session.run(
         "mypy",
         *(f"packages/{name}/src" for name in PACKAGES if name != "evoke-core"),
-        *("bench", "tests", "noxfile.py"),
+        *("bench", "gates", "tests", "noxfile.py"),
     )
 
 
@@ -341,6 +345,29 @@ def demo(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """The benchmarks: `nox -s bench -- eviction-cost`."""
     run_engine(session, "-m", "bench", *session.posargs)
+
+
+@nox.session(python=False)
+@nox.parametrize("package", ["vllm", "lmcache"])
+def gates(session: nox.Session, package: str) -> None:
+    """Restored must mean unchanged: `-- --profile cpu`, `-- --faults`, `-- --dry-run`."""
+    args = [arg for arg in session.posargs if arg != "--faults"]
+    command = "faults" if "--faults" in session.posargs else "run"
+    if package == "lmcache":
+        session.skip("LMCache's engine for vLLM refuses a CPU: see gates/README.md")
+    run_engine(session, "-m", "gates", command, *args, engine=gate_engine(args))
+
+
+def gate_engine(args: list[str]) -> str:
+    """The engine that a gate's profile needs: the stock one where the profile is for a GPU."""
+    names = [arg.removeprefix("--profile=") for arg in args if arg.startswith("--profile=")]
+    names += [args[at + 1] for at, arg in enumerate(args[:-1]) if arg == "--profile"]
+    file = Path(names[-1]) if names and names[-1].endswith(".toml") else None
+    file = file or ROOT / "gates" / "profiles" / f"{names[-1] if names else 'cpu'}.toml"
+    if "--dry-run" in args or not file.is_file():  # the command says what is wrong with it
+        return ENGINE
+    device = nox.project.load_toml(file).get("pools", {}).get("device")
+    return STOCK if device == "cuda" else ENGINE
 
 
 @nox.session

@@ -1,0 +1,252 @@
+"""`python -m gates`: one line for every error, no traceback, and no server left behind.
+
+Exit codes: 0 the gate passes, 1 it fails, is broken or could not be run, 2 for what cannot be
+right (an option, a profile, a path), 130 when interrupted.
+"""
+
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+import click
+
+from bench.errors import UsageProblem
+from bench.progress import Reporter, make_console
+from bench.serving.model import check_model_folder, prepare_model
+from gates import PUBLISHED, ROOT
+from gates.arms import find_arm
+from gates.compare import PASS, make_verdict, render
+from gates.faults.checks import FAULTS
+from gates.faults.report import report_name, run_faults
+from gates.profiles import SMOLLM2, TINY, Profile, load_profile, profile_names
+from gates.recorder import Bench, record
+from gates.recording import SUFFIX, Recording
+from gates.run import VERDICT, plan_lines, rederive, run_gate, summary
+from gates.tiny_model import prepare_tiny_model
+from gates.workload import Encode
+
+_INTERRUPTED = 130
+_PATH = click.Path(path_type=Path)
+_profile = click.option(
+    "--profile",
+    "profile_name",
+    default="cpu",
+    show_default=True,
+    help=f"{', '.join(profile_names())}, or a TOML file.",
+)
+_model = click.option("--model", type=_PATH, help="A Hugging Face model folder to use instead.")
+_cache = click.option(
+    "--cache", type=_PATH, default=ROOT / ".cache", help="Where made models are kept."
+)
+
+
+@click.group()
+def cli() -> None:
+    """Correctness gates of EVOKE on real servers."""
+
+
+@cli.command("run")
+@_profile
+@_model
+@_cache
+@click.option("--results", type=_PATH, help="Where recordings go; default: results/gates/PROFILE.")
+@click.option("--publish", is_flag=True, help="Copy recordings and verdict to gates/published.")
+@click.option("--dry-run", is_flag=True, help="Show sizes and command lines; start nothing.")
+def run_command(
+    profile_name: str,
+    model: Path | None,
+    cache: Path,
+    results: Path | None,
+    publish: bool,
+    dry_run: bool,
+) -> int:
+    """Record every arm of a profile, compare, and give a verdict."""
+    profile = load_profile(profile_name)
+    reporter = Reporter(make_console())
+    bench = _prepare(profile, model, cache, reporter, dry_run=dry_run)
+    if dry_run:
+        for line in plan_lines(bench):
+            reporter.say(line)
+        return 0
+    folder = results or ROOT / "results" / "gates" / profile.name
+    reporter.say(f"profile {profile.name}: {profile.title}")
+    for line in bench.sizes.lines():
+        reporter.say(line)
+    verdict = run_gate(bench, folder, reporter)
+    if publish:
+        _publish(folder, PUBLISHED / profile.name)
+    for line in summary(verdict):
+        reporter.say(line)
+    reporter.say(f"recordings and verdict: {PUBLISHED / profile.name if publish else folder}")
+    return 0 if verdict["verdict"] == PASS else 1
+
+
+@cli.command("record")
+@_profile
+@click.option("--arm", "arm_name", required=True, help="An arm or a negative control.")
+@click.option("--out", type=_PATH, required=True, help="The recording's file.")
+@_model
+@_cache
+def record_command(
+    profile_name: str, arm_name: str, out: Path, model: Path | None, cache: Path
+) -> None:
+    """Record one arm of a profile."""
+    arm = find_arm(arm_name)
+    reporter = Reporter(make_console())
+    bench = _prepare(load_profile(profile_name), model, cache, reporter, dry_run=False)
+    recording = record(arm, bench, out.with_name(out.name.removesuffix(SUFFIX) + ".log"), reporter)
+    recording.save(out)
+    reporter.say(f"recording: {out}")
+
+
+@cli.command("compare")
+@click.option("--baseline", type=_PATH, required=True, help="The arm that never evicts.")
+@click.option("--candidate", type=_PATH, required=True, help="The arm that is judged.")
+@click.option("--control", type=_PATH, required=True, help="The arm that recomputes.")
+@click.option("--negative", "negatives", type=_PATH, multiple=True, help="A damaged arm.")
+@click.option("--other", "others", type=_PATH, multiple=True, help="An arm to compare as well.")
+@click.option("--out", type=_PATH, required=True, help="The verdict's file.")
+def compare_command(
+    baseline: Path,
+    candidate: Path,
+    control: Path,
+    negatives: tuple[Path, ...],
+    others: tuple[Path, ...],
+    out: Path,
+) -> int:
+    """Compare recordings and give a verdict; needs no engine."""
+    verdict = make_verdict(
+        *(Recording.load(path) for path in (baseline, candidate, control)),
+        negatives={(each := Recording.load(path)).arm: each for path in negatives},
+        others={(each := Recording.load(path)).arm: each for path in others},
+    )
+    try:
+        out.write_text(render(verdict))
+    except OSError as error:
+        raise UsageProblem(f"--out: cannot write {out}: {error.strerror}") from None
+    for line in summary(verdict):
+        click.echo(line)
+    return 0 if verdict["verdict"] == PASS else 1
+
+
+@cli.command("faults")
+@click.option("--only", multiple=True, help=f"One of {', '.join(FAULTS)}; may be repeated.")
+@click.option(
+    "--minutes",
+    type=click.FloatRange(0.2),
+    default=1.0,
+    show_default=True,
+    help="How long the 64 clients ask; 10 for the full gate.",
+)
+@_cache
+@click.option("--results", type=_PATH, default=ROOT / "results" / "gates" / "faults")
+@click.option("--publish", is_flag=True, help="Copy the report to gates/published/faults.")
+def faults_command(
+    only: tuple[str, ...], minutes: float, cache: Path, results: Path, publish: bool
+) -> int:
+    """Kill, fill, abort, reset and crowd a server, on the tiny model."""
+    for name in only:
+        if name not in FAULTS:
+            raise UsageProblem(f"--only: no fault {name!r}; there are {', '.join(FAULTS)}")
+    faults = [fault for name, fault in FAULTS.items() if not only or name in only]
+    reporter = Reporter(make_console())
+    report = run_faults(faults, prepare_tiny_model(cache), results, minutes, reporter)
+    if publish:
+        target = PUBLISHED / "faults"
+        target.mkdir(parents=True, exist_ok=True)
+        (target / report_name()).write_bytes((results / report_name()).read_bytes())
+    reporter.say(f"fault gates: {report['verdict'].upper()}; report: {results / report_name()}")
+    return 0 if report["verdict"] == PASS else 1
+
+
+@cli.command("rederive")
+@click.argument("folder", type=_PATH)
+def rederive_command(folder: Path) -> int:
+    """Derive the verdict in a folder from its recordings again; needs no engine."""
+    verdict = rederive(folder)
+    for line in summary(verdict):
+        click.echo(line)
+    return 0 if verdict["verdict"] == PASS else 1
+
+
+def load_encoder(model: Path) -> Encode:
+    """Return the model's tokenizer as a function from text to token ids, none added."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    return lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def _prepare(
+    profile: Profile, model: Path | None, cache: Path, reporter: Reporter, *, dry_run: bool
+) -> Bench:
+    """Find the model and make the probes with its tokenizer."""
+    source = profile.model.source
+    if model is not None:
+        check_model_folder(model)
+    else:
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageProblem(f"--cache: cannot create {cache}: {error.strerror}") from None
+        if source == SMOLLM2:
+            model = prepare_model(cache, reporter.say)
+        elif source == TINY:
+            model = prepare_tiny_model(cache)
+        elif dry_run:
+            model = prepare_tiny_model(cache)
+            reporter.say(f"sizes with a stand-in for the tokenizer of {source}: turns are cut to")
+            reporter.say("exact numbers of tokens, so blocks and bytes are the same with any")
+        else:
+            model = _from_hub(source)
+    return Bench.prepare(profile, load_encoder(model), model)
+
+
+def _from_hub(source: str) -> Path:
+    """Return the folder of a model on the hub, downloaded first where that is allowed."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(source))
+    except Exception as error:  # the hub's client raises a family of its own, and its network's
+        reason = " ".join(str(error).split())[:200]
+        raise UsageProblem(
+            f"model {source} is not at hand ({reason}); give its folder with --model"
+        ) from None
+
+
+def _publish(source: Path, target: Path) -> None:
+    """Copy recordings and verdict; nothing older stays beside them."""
+    target.mkdir(parents=True, exist_ok=True)
+    for old in (*target.glob(f"*{SUFFIX}"), target / VERDICT):
+        old.unlink(missing_ok=True)
+    for path in (*source.glob(f"*{SUFFIX}"), source / VERDICT):
+        (target / path.name).write_bytes(path.read_bytes())
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code."""
+    signal.signal(signal.SIGTERM, _end)
+    try:
+        result = cli.main(args, prog_name="python -m gates", standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        return error.exit_code
+    except click.ClickException as error:
+        click.echo(f"Error: {error.format_message()}", err=True)
+        return error.exit_code
+    except click.Abort:
+        click.echo("Interrupted.", err=True)
+        return _INTERRUPTED
+    return result or 0
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    """Turn SIGTERM into an exception, so that servers are ended on the way out."""
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,177 @@
+"""A client that asks for greedy answers with logprobs, and reads the server's counters.
+
+`ask` may be called from several threads at once; whoever wants to know what the caches did for
+one request must send requests one at a time and read `counters` between them.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from bench.errors import BenchError
+from bench.serving.server import SERVED_NAME, Server
+
+_SETTLE_S = 5.0
+_POLL_S = 0.02
+_ASKED = "vllm:prefix_cache_queries_total"
+_IN_GPU = "vllm:prefix_cache_hits_total"
+_RESTORED = "vllm:external_prefix_cache_hits_total"
+_STORED_BYTES = "vllm:kv_offload_store_bytes_total"
+_RESTORED_BYTES = "vllm:kv_offload_load_bytes_total"
+
+
+class Unanswered(Exception):
+    """A request got no answer; `alive` says whether the server still is."""
+
+    def __init__(self, message: str, *, alive: bool) -> None:
+        super().__init__(message)
+        self.alive = alive
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer: its tokens, their logprobs, and its text."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    text: str
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Since the server started: prompt tokens asked, in the pool, restored; bytes moved."""
+
+    asked: int = 0
+    in_gpu: int = 0
+    restored: int = 0
+    stored_bytes: int = 0
+    restored_bytes: int = 0
+
+
+class GateClient:
+    """Talks to `server`; a context manager that closes connections."""
+
+    def __init__(self, server: Server, *, timeout_s: float = 300.0, connections: int = 4) -> None:
+        self._server = server
+        limits = httpx.Limits(max_connections=connections)
+        self._http = httpx.Client(base_url=server.url, timeout=timeout_s, limits=limits)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._http.close()
+
+    def ask(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        kv_transfer_params: Mapping[str, Any] | None = None,
+    ) -> Reply:
+        """Answer a prompt of token ids with exactly `max_tokens` greedy tokens.
+
+        Raises Unanswered, with one line that says why.
+        """
+        body: dict[str, Any] = {
+            "model": SERVED_NAME,
+            "prompt": list(prompt),
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "logprobs": 1,
+            "return_token_ids": True,
+        }
+        if kv_transfer_params is not None:
+            body["kv_transfer_params"] = kv_transfer_params
+        try:
+            response = self._http.post("/v1/completions", json=body)
+        except httpx.HTTPError as error:
+            raise self._unanswered(f"{type(error).__name__}: {error}") from None
+        if response.is_error:
+            raise self._unanswered(f"status {response.status_code}: {_one_line(response.text)}")
+        try:
+            choice = response.json()["choices"][0]
+            logprobs = [float(value) for value in choice["logprobs"]["token_logprobs"]]
+            reply = Reply(tuple(choice["token_ids"]), tuple(logprobs), choice["text"])
+        except (ValueError, LookupError, TypeError):
+            raise self._unanswered(f"no answer in {_one_line(response.text)}") from None
+        if not len(reply.token_ids) == len(reply.logprobs) == max_tokens:
+            raise self._unanswered(f"{len(reply.token_ids)} of {max_tokens} answer tokens came")
+        return reply
+
+    def counters(self) -> Counters:
+        """Return the server's counters."""
+        values = self.metrics()
+
+        def count(name: str) -> int:
+            return int(values.get(name, 0))
+
+        return Counters(
+            count(_ASKED),
+            count(_IN_GPU),
+            count(_RESTORED),
+            count(_STORED_BYTES),
+            count(_RESTORED_BYTES),
+        )
+
+    def settled(self, before: Counters, prompt_tokens: int) -> Counters:
+        """Return the counters once they hold the request just answered; normally at once.
+
+        Raises Unanswered where the server is down.
+        """
+        limit = time.monotonic() + _SETTLE_S
+        while True:
+            try:
+                now = self.counters()
+            except BenchError as error:
+                raise self._unanswered(error.message) from None
+            if now.asked - before.asked == prompt_tokens:
+                return now
+            if time.monotonic() > limit:
+                raise BenchError(
+                    f"the server counted {now.asked - before.asked} prompt tokens for a prompt of "
+                    f"{prompt_tokens}: is somebody else using it?"
+                )
+            time.sleep(_POLL_S)
+
+    def metrics(self) -> dict[str, float]:
+        """Return every counter and gauge by its name, summed over labels."""
+        values: dict[str, float] = {}
+        for family in text_string_to_metric_families(self.request("GET", "/metrics").text):
+            if family.type in ("counter", "gauge", "unknown"):
+                for sample in family.samples:
+                    if not sample.name.endswith("_created"):
+                        values[sample.name] = values.get(sample.name, 0.0) + sample.value
+        return values
+
+    def request(self, method: str, path: str) -> httpx.Response:
+        """Send a request without a body; BenchError where it fails."""
+        try:
+            return self._http.request(method, path).raise_for_status()
+        except httpx.HTTPError as error:
+            raise self._server.failure(f"{method} {path} failed ({error})") from None
+
+    def alive(self) -> bool:
+        """Tell whether the server answers its health check."""
+        try:
+            return self._http.get("/health", timeout=10.0).is_success
+        except httpx.HTTPError:
+            return False
+
+    def _unanswered(self, what: str) -> Unanswered:
+        alive = self.alive()
+        return Unanswered(what if alive else f"the server is down ({what})", alive=alive)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:300]
