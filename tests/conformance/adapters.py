@@ -287,7 +287,7 @@ class LedgerTier:
 
 
 class VllmTier:
-    """`EvokeOffloadingManager`, called the way vLLM 0.24.0's offloading scheduler calls it.
+    """`EvokeOffloadingManager`, called the way vLLM's offloading scheduler calls it up to 0.30.
 
     Completions arrive as sets, positions are never told, several groups share one offer, and the
     time is the machine's.
@@ -299,6 +299,9 @@ class VllmTier:
     def __init__(self, manager: Any) -> None:
         from vllm.v1.kv_offload.base import ReqContext
 
+        from evoke_vllm import compat
+
+        self._states = {answer: state.name for state, answer in compat.LOOKUP.items()}
         self.manager = manager
         self._new_context = ReqContext
         self.ledger = manager.ledger
@@ -319,7 +322,7 @@ class VllmTier:
 
     def lookup(self, request_id: str, key: bytes) -> str:
         found = self.manager.lookup(key, self._context(request_id))
-        return {None: "PENDING", True: "READY", False: "ABSENT"}[found]
+        return self._states[found]
 
     def touch(self, request_id: str, keys: Sequence[bytes], group: int, start: int) -> None:
         self.manager.touch(keys, self._context(request_id))
