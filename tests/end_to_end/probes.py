@@ -14,8 +14,8 @@ CORRUPT_VARIABLE = "TEST_CORRUPT_RESTORES"  # test_engine.py sets it
 
 
 class ProbedCopies(HostCopies):
-    def copy(self, ref, engine_rows, tier_rows, *, store):
-        super().copy(ref, engine_rows, tier_rows, store=store)
+    def copy(self, ref, engine_rows, slots, parts, *, store):
+        super().copy(ref, engine_rows, slots, parts, store=store)
         if not store and os.environ.get(CORRUPT_VARIABLE):
             self.engine[ref.tensor_idx][engine_rows, 3] ^= 0x40
 

@@ -14,6 +14,7 @@ after the step, loads before it) and reported to the scheduler by every rank in 
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,12 @@ class Transfer:
     load: bool
     ranks_left: int
     flush: bool = False
+
+
+@cache
+def _seed_hashes() -> None:
+    """Once for all engines of a process, so that they name equal blocks alike."""
+    init_none_hash(sha256)
 
 
 class Engine:
@@ -115,7 +122,7 @@ class Engine:
         self.restored = self.stored = self.preempted = 0
         self.hits: dict[str, int] = {}
         self._unanswered: tuple[Any, ModelRunnerOutput] | None = None
-        init_none_hash(sha256)
+        _seed_hashes()
         self._hasher = get_request_block_hasher(hash_block, sha256)
 
     # --- requests -------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ class Worker:
             [CanonicalKVCacheRef(0, 12), CanonicalKVCacheRef(1, 5)],
             [CanonicalKVCacheRef(0, 8)],  # padded: the last 4 bytes are not this group's
         ]
-        tier = [torch.zeros((SLOTS * factor, shape[1]), dtype=torch.int8) for shape in shapes]
+        tier = [torch.zeros((SLOTS, factor * page), dtype=torch.int8) for _, page in shapes]
         self._worker = HostWorker(HostCopies(self.tensors, tier, factor, self.refs))
         self._jobs = 0
 

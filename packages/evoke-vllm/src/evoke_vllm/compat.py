@@ -10,7 +10,7 @@ Differences are found by capability, so that releases between the tested ones wo
     0.26   block_size_factor -> blocks_per_chunk, ...   blocks_per_slot, bytes_per_slot
     0.27   a medium is an enum, not text                CPU_MEDIUM
     0.27   an out-of-tree policy for the stock manager  (evoke_vllm.policy)
-    0.30   num_blocks -> num_chunks                     slots
+    0.30   num_blocks -> num_chunks                     slots, shared_region, region_view
     0.31   touch is not called; contexts have positions HAS_POSITIONS, positions
     0.32   a hit names the tier that it came from       LOAD_SOURCE
     0.33   groups say how far their attention reaches   Given.read
@@ -20,6 +20,7 @@ Raises:
     UntestedVersionError: on import, for a vLLM outside the tested range.
 """
 
+import inspect
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -189,6 +190,35 @@ def info(spec: Any) -> Mapping[str, Any] | None:
     return None if facts is None else facts.as_config_info()
 
 
+def shared_region(spec: Any) -> Any:
+    """This rank's view of the memory that a tiering spec shares among its processes."""
+    from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+
+    asked = inspect.signature(SharedOffloadRegion.__init__).parameters
+    given = {
+        "engine_id": lambda: spec.config.engine_id,
+        "instance_id": lambda: spec.vllm_config.instance_id,
+        "num_chunks": lambda: slots(spec),
+        "num_blocks": lambda: slots(spec),
+        "kv_bytes_per_chunk": lambda: bytes_per_slot(spec),
+        "kv_bytes_per_block": lambda: bytes_per_slot(spec),
+    }
+    parallel = (
+        spec.config.parallel if hasattr(spec, "config") else spec.vllm_config.parallel_config
+    )
+    return SharedOffloadRegion(
+        rank=parallel.rank,
+        cpu_page_size=spec.cpu_page_size_per_worker,
+        **{name: value() for name, value in given.items() if name in asked},
+    )
+
+
+def region_view(region: Any, page: int) -> Any:
+    """The next tensor ``(slots, page)`` of this rank's part of a shared region."""
+    view = getattr(region, "create_next_worker_view", None) or region.create_next_view
+    return view(page)
+
+
 # --- the worker -----------------------------------------------------------------------------------
 
 HAS_WORKERS = hasattr(base, "OffloadingWorker")
@@ -219,5 +249,7 @@ __all__ = [
     "bytes_per_slot",
     "info",
     "positions",
+    "region_view",
+    "shared_region",
     "slots",
 ]

@@ -33,7 +33,8 @@ class HostCopies:
 
     Args:
         engine: the engine's KV tensors, int8, ``(blocks, page bytes)``.
-        tier: the tier's tensors, int8, ``(slots * factor, page bytes)``, in the same order.
+        tier: the tier's tensors, int8, ``(slots, factor * page bytes)``, in the same order; a slot's
+            ``factor`` engine blocks lie one after the other, slots may lie apart.
         factor: engine blocks per offloaded block.
         group_refs: for each KV-cache group, the tensors that hold its layers.
     """
@@ -46,7 +47,7 @@ class HostCopies:
         group_refs: list[list[CanonicalKVCacheRef]],
     ) -> None:
         self.engine = engine
-        self.tier = tier
+        self.tier = [slots.unflatten(1, (factor, -1)) for slots in tier]
         self._factor = factor
         self._group_refs = group_refs
 
@@ -61,9 +62,9 @@ class HostCopies:
         """Copy what the two specs name, engine to tier (``store``) or back."""
         started = time.perf_counter()
         size = 0
-        for refs, engine_rows, tier_rows in self._rows(engine_spec, tier_spec):
+        for refs, engine_rows, slots, parts in self._rows(engine_spec, tier_spec):
             for ref in refs:
-                self.copy(ref, engine_rows, tier_rows, store=store)
+                self.copy(ref, engine_rows, slots, parts, store=store)
                 size += len(engine_rows) * ref.page_size_bytes
         told: dict[str, Any] = {}
         if compat.HAS_DIRECTIONS:
@@ -80,25 +81,26 @@ class HostCopies:
         self,
         ref: CanonicalKVCacheRef,
         engine_rows: torch.Tensor,
-        tier_rows: torch.Tensor,
+        slots: torch.Tensor,
+        parts: torch.Tensor,
         *,
         store: bool,
     ) -> None:
-        """Copy one layer's part of some rows."""
+        """Copy one layer's part of some engine blocks, each one part of a slot."""
         engine = self.engine[ref.tensor_idx][:, : ref.page_size_bytes]
-        tier = self.tier[ref.tensor_idx][:, : ref.page_size_bytes]
+        tier = self.tier[ref.tensor_idx][:, :, : ref.page_size_bytes]
         if store:
-            tier.index_copy_(0, tier_rows, engine.index_select(0, engine_rows))
+            tier[slots, parts] = engine[engine_rows]
         else:
-            engine.index_copy_(0, engine_rows, tier.index_select(0, tier_rows))
+            engine[engine_rows] = tier[slots, parts]
 
     def _rows(
         self, engine_spec: GPULoadStoreSpec, tier_spec: BlockIDsLoadStoreSpec
-    ) -> Iterator[tuple[list[CanonicalKVCacheRef], torch.Tensor, torch.Tensor]]:
-        """Yield, per group, its tensors and the rows to copy between.
+    ) -> Iterator[tuple[list[CanonicalKVCacheRef], torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Yield, per group, its tensors, engine blocks, and where in the tier each belongs.
 
-        An offloaded block is ``factor`` rows of the tier. A group's first block may begin in the
-        middle: ``block_indices`` says at which engine block of the request the group starts.
+        A group's first offloaded block may begin in the middle: ``block_indices`` says at which
+        engine block of the request the group starts.
         """
         engine_ids = np.asarray(engine_spec.block_ids, dtype=np.int64)
         tier_ids = np.asarray(tier_spec.block_ids, dtype=np.int64)
@@ -110,12 +112,12 @@ class HostCopies:
                 continue
             skip = first % self._factor
             slots = -(-(skip + size) // self._factor)
-            ids = tier_ids[tier_at : tier_at + slots]
-            rows = (ids[:, None] * self._factor + np.arange(self._factor)).ravel()
+            at = np.arange(skip, skip + size)
             yield (
                 refs,
                 torch.from_numpy(engine_ids[engine_at : engine_at + size]),
-                torch.from_numpy(rows[skip : skip + size]),
+                torch.from_numpy(tier_ids[tier_at + at // self._factor]),
+                torch.from_numpy(at % self._factor),
             )
             engine_at += size
             tier_at += slots
@@ -162,7 +164,10 @@ class HostWorker(compat.WorkerBase):  # type: ignore[misc]
 
 
 class HostWorkerMixin(CPUOffloadingSpec):
-    """Gives a CPU offloading spec the host-memory worker where the engine runs on a CPU."""
+    """Gives a CPU offloading spec the host-memory worker where the engine runs on a CPU.
+
+    Mixed into the stock spec or one that derives from it, ahead of it.
+    """
 
     copies_class = HostCopies
 
@@ -171,15 +176,14 @@ class HostWorkerMixin(CPUOffloadingSpec):
         factor = compat.blocks_per_slot(self)
         return self.copies_class(
             [cache.tensor.view(torch.int8) for cache in kv_caches.tensors],
-            [
-                torch.zeros(
-                    (compat.slots(self) * factor, cache.page_size_bytes), dtype=torch.int8
-                )
-                for cache in kv_caches.tensors
-            ],
+            self.host_tier([factor * cache.page_size_bytes for cache in kv_caches.tensors]),
             factor,
             kv_caches.group_data_refs,
         )
+
+    def host_tier(self, pages: list[int]) -> list[torch.Tensor]:
+        """Memory for every slot: a tensor ``(slots, bytes)`` for each of ``pages`` in bytes."""
+        return [torch.zeros((compat.slots(self), page), dtype=torch.int8) for page in pages]
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> Any:
         """vLLM 0.25 and later."""
