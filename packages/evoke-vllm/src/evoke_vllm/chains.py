@@ -8,14 +8,14 @@ A block that ends inside a chunk (the partial tail that vLLM stores for some rec
 0.30) belongs to no chain: nothing is ever built on it. It is filed under a group of its own.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import groupby, islice
 from operator import itemgetter
 
 from attrs import frozen
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, get_offload_group_idx
 
-from evoke_core import BlockLedger
+from evoke_core import RetentionIndex
 from evoke_vllm import compat
 
 PARTIAL = 1 << 16
@@ -51,16 +51,22 @@ class Positions:
     """Names the chains of requests whose contexts say where their blocks end.
 
     Args:
-        ledger: is told.
+        index: knows which requests are open.
+        touch: is told.
         windows: groups without full attention.
         group_tokens: tokens of an offloaded block, by group; empty where nobody knows, and then
             a group's first block says it.
     """
 
     def __init__(
-        self, ledger: BlockLedger, windows: Iterable[int], group_tokens: Mapping[int, int]
+        self,
+        index: RetentionIndex,
+        touch: Callable[..., object],
+        windows: Iterable[int],
+        group_tokens: Mapping[int, int],
     ) -> None:
-        self._ledger = ledger
+        self._index = index
+        self._tell = touch
         self._windows = frozenset(windows)
         self._group_tokens = dict(group_tokens)
 
@@ -73,7 +79,7 @@ class Positions:
         positions = compat.positions(context)
         state = context.get_state(_Followed)
         seen = 0 if state is None or state.by is not self else state.blocks
-        if len(positions) == seen or not self._ledger.index.is_open(context.req_id):
+        if len(positions) == seen or not self._index.is_open(context.req_id):
             return
         context.set_state(_Followed(self, len(positions)))
         stretches: dict[int, tuple[int, list[bytes]]] = {}
@@ -92,7 +98,7 @@ class Positions:
             self._touch(context, group, start, stretch)
 
     def parts(
-        self, keys: Collection[OffloadKey], context: ReqContext
+        self, keys: Iterable[OffloadKey], context: ReqContext
     ) -> list[tuple[int, list[bytes]]]:
         """As ``by_group``, with the partial tails in groups of their own."""
         positions = compat.positions(context)
@@ -105,4 +111,4 @@ class Positions:
         return [(group, list(part)) for group, part in groupby(keys, group_of)]
 
     def _touch(self, context: ReqContext, group: int, start: int, keys: list[bytes]) -> None:
-        self._ledger.touch(context.req_id, keys, group=group, start=start)
+        self._tell(context.req_id, keys, group=group, start=start)

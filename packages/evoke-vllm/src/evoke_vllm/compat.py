@@ -151,6 +151,14 @@ def _one_layer(spec: Any) -> Any:
     return next(iter(bundled.values())) if bundled else spec
 
 
+def callers_window_groups() -> frozenset[int]:
+    """Groups without full attention of the connector that makes a manager or a policy.
+
+    For what vLLM makes without telling it anything of the model.
+    """
+    return _windows(_callers_kv_cache_config())
+
+
 def _callers_kv_cache_config() -> KVCacheConfig | None:
     """The KV-cache configuration that the connector is being made with.
 
@@ -247,6 +255,7 @@ __all__ = [
     "WorkerBase",
     "blocks_per_slot",
     "bytes_per_slot",
+    "callers_window_groups",
     "info",
     "positions",
     "region_view",
