@@ -34,6 +34,9 @@ from vllm.v1.kv_offload.base import OffloadingSpec
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
+from evoke_core import BlockState
+from evoke_vllm import compat
+
 BLOCK = 4  # tokens of an engine block
 HEAD = 128
 PAGE = 2 * BLOCK * 1 * HEAD * 4  # keys and values, one head of 128 floats: one page of memory
@@ -41,6 +44,11 @@ GPU_BLOCKS = 64
 WINDOW_BLOCKS = 2
 
 assert PAGE % CPUOffloadingSpec.BLOCK_SIZE_ALIGNMENT == 0, "else the tier pads every block"
+
+MISS, PENDING, HIT = (
+    compat.LOOKUP[state] for state in (BlockState.ABSENT, BlockState.PENDING, BlockState.READY)
+)
+"""What a manager's `lookup` answers."""
 
 EVOKE = {"spec_name": "EvokeOffloadingSpec", "spec_module_path": "evoke_vllm.spec"}
 

@@ -22,16 +22,10 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec, CPUOffloadingMetrics
 
-from evoke_core import BlockState
-from evoke_vllm import compat
 from evoke_vllm.manager import EvokeOffloadingManager
+from tests.vllm.shapes import HIT, MISS, PENDING
 
 pytestmark = pytest.mark.engine
-
-
-MISS, PENDING, HIT = (
-    compat.LOOKUP[state] for state in (BlockState.ABSENT, BlockState.PENDING, BlockState.READY)
-)
 
 
 def chain(name: str, length: int, group: int = 0) -> list[OffloadKey]:

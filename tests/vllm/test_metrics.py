@@ -41,6 +41,7 @@ from evoke_vllm import metrics
 from evoke_vllm.manager import EvokeOffloadingManager
 from evoke_vllm.metrics import PREFIX, by_role, definitions
 from evoke_vllm.spec import EvokeOffloadingSpec
+from tests.vllm.shapes import HIT
 
 pytestmark = pytest.mark.engine
 
@@ -62,7 +63,7 @@ def poll(
     """What the scheduler does with a waiting request in one step; returns the blocks found."""
     found = 0
     for key in keys[on_device:]:
-        if not manager.lookup(key, ctx):
+        if manager.lookup(key, ctx) != HIT:
             break
         found += 1
     manager.touch(keys, ctx)
@@ -153,7 +154,7 @@ def test_of_a_hybrid_model_the_first_group_with_full_attention_speaks() -> None:
     for name in ("stores", "loads"):
         ctx = context(name)
         manager.on_new_request(ctx)
-        found = [bool(manager.lookup(key, ctx)) for key in (*full, *reversed(window))]
+        found = [manager.lookup(key, ctx) == HIT for key in (*full, *reversed(window))]
         manager.touch(window[2:], ctx)
         manager.touch(full, ctx)
         if all(found[:4]):

@@ -24,9 +24,9 @@ PARTIAL = 1 << 16
 _group_bytes = itemgetter(slice(-4, None))
 
 
-def window_groups(groups: Iterable[int], group_tokens: Mapping[int, int]) -> list[int]:
-    """The ledger's groups without chains: ``groups``, and the partial tails of all."""
-    return [*groups, *(group | PARTIAL for group in group_tokens)]
+def window_groups(groups: Iterable[int], all_groups: Iterable[int]) -> list[int]:
+    """Groups without chains: ``groups``, and the partial tails of ``all_groups``."""
+    return [*groups, *(group | PARTIAL for group in all_groups)]
 
 
 def by_group(keys: Collection[OffloadKey]) -> list[tuple[int, list[bytes]]]:
@@ -96,6 +96,15 @@ class Positions:
             stretch.append(key)
         for group, (start, stretch) in stretches.items():
             self._touch(context, group, start, stretch)
+
+    def chain(self, context: ReqContext, group: int) -> list[bytes]:
+        """The blocks of a request's chain in a group, head first."""
+        tokens = self._group_tokens.get(group, 1)
+        return [
+            key
+            for key, end in compat.positions(context).items()
+            if end % tokens == 0 and get_offload_group_idx(OffloadKey(key)) == group
+        ]
 
     def parts(
         self, keys: Iterable[OffloadKey], context: ReqContext

@@ -9,12 +9,13 @@ Differences are found by capability, so that releases between the tested ones wo
     0.26   a spec is made from one OffloadingConfig     Given.read
     0.26   block_size_factor -> blocks_per_chunk, ...   blocks_per_slot, bytes_per_slot
     0.27   a medium is an enum, not text                CPU_MEDIUM
+    0.27   gauges for reads and writes apart            usage
     0.27   an out-of-tree policy for the stock manager  (evoke_vllm.policy)
     0.30   num_blocks -> num_chunks                     slots, shared_region, region_view
     0.31   touch is not called; contexts have positions HAS_POSITIONS, positions
     0.32   a hit names the tier that it came from       LOAD_SOURCE
     0.33   groups say how far their attention reaches   Given.read
-    0.33   events of failed stores                      FAILED_STORE
+    0.33   events of failed stores                      EVENT_KINDS
 
 Raises:
     UntestedVersionError: on import, for a vLLM outside the tested range.
@@ -35,7 +36,10 @@ versions.check(vllm_version)
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig  # noqa: E402
 from vllm.v1.kv_offload import base  # noqa: E402
-from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec  # noqa: E402
+from vllm.v1.kv_offload.cpu.common import (  # noqa: E402
+    CPULoadStoreSpec,
+    CPUOffloadingMetrics,
+)
 
 # --- what the manager says ------------------------------------------------------------------------
 
@@ -54,11 +58,26 @@ else:
 CPU_MEDIUM: Any = base.Medium.CPU if hasattr(base, "Medium") else CPULoadStoreSpec.medium()
 """The medium of this tier's events."""
 
-_event_fields = base.OffloadingEvent.__dataclass_fields__
-FAILED_STORE: Mapping[str, bool] | None = (
-    {"removed": True, "metadata_only": True} if "metadata_only" in _event_fields else None
-)
-"""How an event says that a store failed; None where nobody wants to know."""
+EVENT_KINDS: dict[str, dict[str, bool]] = {
+    "stored": {"removed": False},
+    "evicted": {"removed": True},
+}
+"""Which of the ledger's decisions are events, and how an event says so."""
+
+if "metadata_only" in base.OffloadingEvent.__dataclass_fields__:
+    EVENT_KINDS["aborted"] = {"removed": True, "metadata_only": True}
+
+
+def usage(*, writing: int, reading: int) -> dict[str, int]:
+    """Blocks in transfer, under the names of the gauges that show their share of the tier."""
+    gauges = {"CPU_CACHE_USAGE_PERC": writing + reading}
+    if hasattr(CPUOffloadingMetrics, "CPU_CACHE_WRITE_USAGE_PERC"):
+        gauges |= {
+            "CPU_CACHE_WRITE_USAGE_PERC": writing,
+            "CPU_CACHE_READ_USAGE_PERC": reading,
+        }
+    return {getattr(CPUOffloadingMetrics, name): blocks for name, blocks in gauges.items()}
+
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -244,7 +263,7 @@ HAS_DIRECTIONS = "transfer_type" in TransferResult.__dataclass_fields__
 
 __all__ = [
     "CPU_MEDIUM",
-    "FAILED_STORE",
+    "EVENT_KINDS",
     "HAS_DIRECTIONS",
     "HAS_POSITIONS",
     "HAS_WORKERS",
@@ -261,4 +280,5 @@ __all__ = [
     "region_view",
     "shared_region",
     "slots",
+    "usage",
 ]

@@ -13,10 +13,12 @@ Guarantees: ``evict`` gives exactly ``n`` blocks or ``None`` and then changes no
 never a block that the manager holds or protects, nor one of the storing request's own chain.
 """
 
+import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from attrs import evolve
 from typing_extensions import override
 from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
@@ -24,12 +26,16 @@ from vllm.v1.kv_offload.cpu.policies.base import CachePolicy
 
 from evoke_core import EvokeConfig, RetentionIndex
 from evoke_vllm import chains, compat
-from evoke_vllm.manager import read_tags
+from evoke_vllm.hints import read_tags
 
 logger = init_logger(__name__)
 
 MAX_OPEN = 1_024
 """Requests that are followed at a time: not every vLLM says when one ends (0.31 and later do)."""
+
+
+MAX_GROUPS = 64
+"""KV-cache groups of a model whose partial tails are told apart."""
 
 
 class EvokeCachePolicy(CachePolicy):
@@ -47,7 +53,8 @@ class EvokeCachePolicy(CachePolicy):
         self._windows = frozenset(windows)
         self.index = RetentionIndex(
             config,
-            window_groups=[*self._windows, *(group | chains.PARTIAL for group in range(64))],
+            window_groups=chains.window_groups(self._windows, range(MAX_GROUPS)),
+            capacity=cache_capacity,
         )
         self._positions = (
             chains.Positions(self.index, self.index.touch, self._windows, {})
@@ -97,8 +104,8 @@ class EvokeCachePolicy(CachePolicy):
         self._file()
         self._follow(req_context)
         if self._positions is not None and compat.positions(req_context):
-            named = [(g, part) for g, part in self._positions.parts(keys, req_context)]
-            named = [(group, part) for group, part in named if group in self._windows]
+            parts = self._positions.parts(keys, req_context)
+            named = [(group, part) for group, part in parts if group in self._windows]
         else:
             named = chains.by_group(list(keys))
         for group, part in named:
@@ -172,8 +179,9 @@ class EvokeCachePolicy(CachePolicy):
         if request not in self._open:
             while len(self._open) >= MAX_OPEN:
                 self.index.close(self._open.popitem(last=False)[0])
-            tags, _ = read_tags(req_context)
-            self.index.open(request, tags)
+            # Spans are given in tokens, and nobody says how many make a block.
+            tags = evolve(read_tags(req_context, tokens_per_block=1)[0], spans=())
+            self.index.open(request, tags, time.monotonic())
             self._open[request] = None
         self._open.move_to_end(request)
         if self._positions is not None:

@@ -24,6 +24,7 @@ from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
     OffloadingManager,
+    OffloadingMetricMetadata,
     OffloadKey,
     PrepareStoreOutput,
     ReqContext,
@@ -33,10 +34,17 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from evoke_core import ConfigError
 from evoke_core.index import MAX_OPEN_REQUESTS
-from evoke_vllm import compat
+from evoke_vllm import compat, metrics
 from evoke_vllm.host import HostWorkerMixin
 from evoke_vllm.manager import EvokeOffloadingManager
-from evoke_vllm.spec import EXTRA, check_sizes, integer, load_config
+from evoke_vllm.spec import (
+    EXTRA,
+    check_room,
+    check_sizes,
+    integer,
+    load_config,
+    manager_arguments,
+)
 
 logger = init_logger(__name__)
 
@@ -107,6 +115,7 @@ class EvokePrimaryTier(EvokeOffloadingManager):
 
     @override
     def shutdown(self) -> None:
+        super().shutdown()
         self._memory.shutdown()
 
     def _note(self, req_context: ReqContext, *, chained: bool) -> None:
@@ -122,6 +131,13 @@ class EvokeTieringSpec(HostWorkerMixin, TieringOffloadingSpec):
         ConfigError: a setting that cannot be honoured, in one line.
     """
 
+    @classmethod
+    @override
+    def build_metric_definitions(
+        cls, extra_config: dict[str, Any]
+    ) -> dict[str, OffloadingMetricMetadata]:
+        return {**super().build_metric_definitions(extra_config), **metrics.definitions()}
+
     def __init__(self, *given: Any) -> None:
         self._given = compat.Given.read(*given)
         extra = self._given.extra
@@ -133,11 +149,7 @@ class EvokeTieringSpec(HostWorkerMixin, TieringOffloadingSpec):
                 "allowed: 0 or 1 with tiers, whose secondary ones want every block"
             )
         super().__init__(*given)
-        if compat.slots(self) < 1:
-            raise ConfigError(
-                f"cpu_bytes_to_use = {extra['cpu_bytes_to_use']!r} (from {EXTRA}) is not allowed; "
-                f"allowed: at least one block, {compat.bytes_per_slot(self)} bytes"
-            )
+        check_room(self)
         self._evoke_made = False
 
     @override
@@ -146,13 +158,7 @@ class EvokeTieringSpec(HostWorkerMixin, TieringOffloadingSpec):
         if not self._evoke_made:
             self._evoke_made = True
             manager.primary_tier = EvokePrimaryTier(
-                manager.primary_tier,
-                num_blocks=compat.slots(self),
-                enable_events=self.kv_events_config.enable_kv_cache_events,
-                config=self._evoke_config,
-                window_groups=self._given.window_groups,
-                group_tokens=self._given.group_tokens(compat.blocks_per_slot(self)),
-                info=compat.info(self),
+                manager.primary_tier, **manager_arguments(self, self._given, self._evoke_config)
             )
             logger.info(
                 "EVOKE keeps up to %d blocks of %d bytes in the primary tier; policy %s",
