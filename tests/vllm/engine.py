@@ -11,6 +11,7 @@ Transfers take as long as the caller likes. Each is copied when a worker would b
 after the step, loads before it) and reported to the scheduler by every rank in its own time.
 """
 
+import inspect
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -114,11 +115,13 @@ class Engine:
         self.ranks = ranks
         self.asynchronous = asynchronous
         self.random = random.Random(seed)
+        # Before, a request kept the jobs that a reset had dropped, and its next one was a KeyError.
+        self.resets_in_flight = "transfer_jobs.clear()" in inspect.getsource(type(self.connector))
         self.report: Callable[[Transfer], bool] = lambda transfer: True
         self.memory = np.full(gpu_blocks, UNWRITTEN, dtype=np.int64)
         self.tier = np.full(blocks * factor, UNWRITTEN, dtype=np.int64)
         self.transfers: list[Transfer] = []
-        self.finished: dict[str, Any] = {}
+        self.on_finished: Callable[[Request], None] = lambda request: None
         self.restored = self.stored = self.preempted = 0
         self.hits: dict[str, int] = {}
         self._unanswered: tuple[Any, ModelRunnerOutput] | None = None
@@ -180,7 +183,7 @@ class Engine:
         for job, planned in meta.store_jobs.items():
             self._store(job, planned)
         result = self._result(output, sampling)
-        if self.asynchronous:
+        if self.asynchronous and output.num_scheduled_tokens:
             self._unanswered = (output, result)
         else:
             self._answer(output, result)
@@ -198,7 +201,7 @@ class Engine:
         self.scheduler.update_from_output(output, result)
         for name, request in before.items():
             if name not in self.scheduler.requests:
-                self.finished[name] = request
+                self.on_finished(request)
 
     def _who_samples(self, output: Any) -> dict[str, bool]:
         sampling = {}

@@ -22,6 +22,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec, CPUOffloadingMetrics
 
+from evoke_vllm import compat
 from evoke_vllm.manager import EvokeOffloadingManager
 from tests.vllm.shapes import HIT, MISS, PENDING
 
@@ -187,7 +188,11 @@ def test_the_tracker_is_bounded_and_forgets_tails_first() -> None:
 
 
 def events(manager: EvokeOffloadingManager) -> list[tuple[bool, list[OffloadKey]]]:
-    return [(event.removed, event.keys) for event in manager.take_events()]
+    return [
+        (event.removed, event.keys)
+        for event in manager.take_events()
+        if not getattr(event, "metadata_only", False)
+    ]
 
 
 def test_events_tell_stored_and_removed() -> None:
@@ -212,6 +217,18 @@ def test_events_tell_stored_and_removed() -> None:
     assert events(manager) == []
     manager.reset_cache()
     assert events(manager) == []
+
+
+def test_a_failed_store_is_told_where_that_is_possible() -> None:
+    """0.33: the connector releases what it noted for blocks that were never stored."""
+    manager = EvokeOffloadingManager(3, enable_events=True)
+    keys = chain("a", 2)
+    ctx = arrive(manager, "r", keys)
+    manager.prepare_store(keys, ctx)
+    manager.complete_store(set(keys), ctx, success=False)
+    told = list(manager.take_events())
+    assert [set(event.keys) for event in told] == [set(keys)] * ("aborted" in compat.EVENT_KINDS)
+    assert all(event.removed and event.metadata_only for event in told)
 
 
 def test_no_events_unless_asked_for() -> None:

@@ -9,7 +9,7 @@ What differs from a single tier:
 - A promotion is asked for inside ``lookup``. Where it cannot be granted the answer must be "full"
   (the block is then a miss): anything else makes the engine ask again at every step, for ever.
 - It makes room, so it must know what the request's own chain is. Up to vLLM 0.30 the engine names
-  the chain only after the first look; a promotion that comes before that is put off by one step.
+  the chain only after the first look; until then it is what has been looked up, in that order.
 - A block behind one that the primary tier lacks is not promoted: no orphans here either.
 - The tiering manager does not announce requests to its primary tier; they are opened when they are
   first seen.
@@ -29,12 +29,11 @@ from vllm.v1.kv_offload.base import (
     PrepareStoreOutput,
     ReqContext,
 )
-from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from evoke_core import ConfigError
 from evoke_core.index import MAX_OPEN_REQUESTS
-from evoke_vllm import compat, metrics
+from evoke_vllm import chains, compat, metrics
 from evoke_vllm.host import HostWorkerMixin
 from evoke_vllm.manager import EvokeOffloadingManager
 from evoke_vllm.spec import (
@@ -60,21 +59,27 @@ class EvokePrimaryTier(EvokeOffloadingManager):
     def __init__(self, memory: Any, **given: Any) -> None:
         super().__init__(**given)
         self._memory = memory
-        self._chained: dict[str, bool] = {}  # open requests: their chains are known
+        self._looked: dict[str, list[OffloadKey] | None] = {}  # None: its chain has been named
 
     @override
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> Any:
         self._announce(req_context)
+        if not compat.HAS_POSITIONS:
+            while len(self._looked) >= MAX_OPEN_REQUESTS:  # an engine that never ends them
+                del self._looked[next(iter(self._looked))]
+            looked = self._looked.setdefault(req_context.req_id, [])
+            if looked is not None and key not in looked:
+                looked.append(key)
         return super().lookup(key, req_context)
 
     @override
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        self._note(req_context, chained=True)
+        self._looked[req_context.req_id] = None
         super().touch(keys, req_context)
 
     @override
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self._chained.pop(req_context.req_id, None)
+        self._looked.pop(req_context.req_id, None)
         super().on_request_finished(req_context)
 
     def prepare_write(
@@ -82,14 +87,11 @@ class EvokePrimaryTier(EvokeOffloadingManager):
     ) -> PrepareStoreOutput | None:
         """Make room for blocks that a secondary tier has.
 
-        ``None``: they stay where they are. An output without keys: ask again at the next step; a
-        request is told so once at most.
+        ``None``: they stay where they are.
         """
-        if not compat.HAS_POSITIONS and req_context.req_id not in self._chained:
-            self._note(req_context, chained=False)
-            return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
-        if not (compat.HAS_POSITIONS or self._chained[req_context.req_id]):
-            return None
+        if looked := self._looked.get(req_context.req_id):
+            for group, part in chains.by_group(looked):
+                self.ledger.touch(req_context.req_id, part, group=group)
         output = self.prepare_store(keys, req_context)
         return output if output.keys_to_store else None
 
@@ -117,11 +119,6 @@ class EvokePrimaryTier(EvokeOffloadingManager):
     def shutdown(self) -> None:
         super().shutdown()
         self._memory.shutdown()
-
-    def _note(self, req_context: ReqContext, *, chained: bool) -> None:
-        while len(self._chained) >= MAX_OPEN_REQUESTS:  # an engine that never ends them
-            del self._chained[next(iter(self._chained))]
-        self._chained[req_context.req_id] = chained
 
 
 class EvokeTieringSpec(HostWorkerMixin, TieringOffloadingSpec):
