@@ -24,7 +24,8 @@ from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy
 
-from evoke_core import EvokeConfig, RetentionIndex
+from evoke_core import EvokeConfig, RequestTags, RetentionIndex
+from evoke_core.tags import UNTAGGED
 from evoke_vllm import chains, compat
 from evoke_vllm.hints import read_tags
 
@@ -44,11 +45,19 @@ class EvokeCachePolicy(CachePolicy):
     Args:
         cache_capacity: slots of the tier.
         window_groups: groups without full attention; found by itself inside an engine.
+        config: settings; inside an engine those of the environment.
     """
 
-    def __init__(self, cache_capacity: int, window_groups: Iterable[int] | None = None) -> None:
+    def __init__(
+        self,
+        cache_capacity: int,
+        window_groups: Iterable[int] | None = None,
+        config: EvokeConfig | None = None,
+    ) -> None:
         super().__init__(cache_capacity)
-        config = EvokeConfig.load(None, source="the environment", say=logger.info)
+        self.cache_capacity = cache_capacity
+        if config is None:
+            config = EvokeConfig.load(None, source="the environment", say=logger.info)
         windows = compat.callers_window_groups() if window_groups is None else window_groups
         self._windows = frozenset(windows)
         self.index = RetentionIndex(
@@ -84,6 +93,7 @@ class EvokeCachePolicy(CachePolicy):
             request = req_context.req_id
         else:
             request = self._namers.pop(key, self._storing)
+            self._begin(request, UNTAGGED)  # for a block that nobody has named
         self._storing = request
         self._blocks[key] = block
         group, at = self._place(request, key, req_context)
@@ -175,17 +185,21 @@ class EvokeCachePolicy(CachePolicy):
 
     def _follow(self, req_context: ReqContext) -> None:
         """Open a request that is seen for the first time, and name what its context says."""
-        request = req_context.req_id
-        if request not in self._open:
-            while len(self._open) >= MAX_OPEN:
-                self.index.close(self._open.popitem(last=False)[0])
+        if req_context.req_id not in self._open:
             # Spans are given in tokens, and nobody says how many make a block.
             tags = evolve(read_tags(req_context, tokens_per_block=1)[0], spans=())
-            self.index.open(request, tags, time.monotonic())
-            self._open[request] = None
-        self._open.move_to_end(request)
+            self._begin(req_context.req_id, tags)
+        self._open.move_to_end(req_context.req_id)
         if self._positions is not None:
             self._positions.follow(req_context)
+
+    def _begin(self, request: str, tags: RequestTags) -> None:
+        if request in self._open:
+            return
+        while len(self._open) >= MAX_OPEN:
+            self.index.close(self._open.popitem(last=False)[0])
+        self.index.open(request, tags, time.monotonic())
+        self._open[request] = None
 
     def _place(
         self, request: str, key: OffloadKey, req_context: ReqContext | None
