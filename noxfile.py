@@ -245,6 +245,25 @@ def tests_vllm(session: nox.Session, vllm: str) -> None:
     run_engine(session, "-m", "pytest", *(session.posargs or tests), engine=engine)
 
 
+@nox.session(python=False)
+@nox.parametrize("vllm", VLLMS)
+def upstream(session: nox.Session, vllm: str) -> None:
+    """vLLM's own offloading tests, fetched with its sources, with ours in place of the stock."""
+    engine = engine_of(vllm)
+    work = session.cache_dir.absolute() / "upstream" / vllm
+    uv_program = {"UV": str(nox.virtualenv.UV)}
+    run_engine(session, "tests/upstream/run.py", vllm, str(work), engine=engine, env=uv_program)
+
+
+@nox.session(python=False)
+@nox.parametrize("vllm", VLLMS)
+def soak(session: nox.Session, vllm: str) -> None:
+    """A long random life of vLLM's scheduler with our manager: 100,000 requests."""
+    quiet = {"VLLM_LOGGING_LEVEL": "ERROR"}
+    program = ("-m", "tests.vllm.soak", *session.posargs)
+    run_engine(session, *program, engine=engine_of(vllm), env=quiet)
+
+
 @nox.session(name="tests-wheels")
 def tests_wheels(session: nox.Session) -> None:
     """Build the wheels, install them beside stock vLLM, load the spec through its factory."""

@@ -317,8 +317,9 @@ class MiniEngine(Engine):
     """One request after the other; a prompt is text, one character an engine block."""
 
     def __init__(self, blocks: int, *, window: bool = False, **given: Any) -> None:
-        layers = [shapes.full(), shapes.window()] if window else None
-        super().__init__(blocks, layers=layers, **given)
+        if window:
+            given["layers"] = [shapes.full(), shapes.window()]
+        super().__init__(blocks, **given)
         self._requests = 0
 
     def run(

@@ -38,6 +38,7 @@ from evoke_core.recording import Recorder
 from evoke_core.tags import MAPPING_KEY
 from evoke_vllm import chains, compat
 from evoke_vllm.hints import read_tags
+from evoke_vllm.hybrid import WindowUse
 from evoke_vllm.lookups import Lookups, Request
 from evoke_vllm.metrics import ManagerMetrics
 
@@ -95,7 +96,11 @@ class EvokeOffloadingManager(OffloadingManager):
         self._windows = windows
         self._info = info
         self._tokens_per_block = tokens_per_block
-        self._metrics = ManagerMetrics(self.ledger, self.ledger.index.config.source_floors)
+        self._metrics = ManagerMetrics(
+            self.ledger,
+            self.ledger.index.config.source_floors,
+            WindowUse.of(windows, tokens),
+        )
         self._recorder = recorder
         main_group = next(group for group in range(len(windows) + 1) if group not in windows)
         self._lookups = Lookups(main_group, self._settled)
