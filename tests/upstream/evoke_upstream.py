@@ -4,6 +4,7 @@
 `EVOKE_UPSTREAM_MODE` says what is put there, `EVOKE_UPSTREAM_RESULT` where the outcomes go.
 """
 
+import importlib
 import json
 import os
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 MODE = os.environ["EVOKE_UPSTREAM_MODE"]
+UTILS = "tests.v1.kv_connector.unit.offloading_connector.utils"
 outcomes: dict[str, str] = {}
 
 
@@ -28,20 +30,21 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
     if MODE != "manager":
         return
     try:
-        from tests.v1.kv_connector.unit.offloading_connector import utils
+        utils: Any = importlib.import_module(
+            "tests.v1.kv_connector.unit.offloading_connector.utils"
+        )
     except ImportError:
         return
-    stock = utils.MockOffloadingSpec
+    stock: Any = utils.MockOffloadingSpec
 
-    class Behind(stock):  # type: ignore[misc, valid-type]
+    class Behind(stock):
         def __init__(self, *given: Any) -> None:
             super().__init__(*given)
-            scripted = self.manager
+            scripted = vars(self)["manager"]
             ours = _manager(64)
             behind = MagicMock(spec=type(ours).__mro__[1], wraps=ours)
             for name, child in scripted._mock_children.items():
-                if child._mock_return_value is not child.return_value or True:
-                    getattr(behind, name).return_value = child.return_value
+                getattr(behind, name).return_value = child.return_value
             behind.prepare_load = scripted.prepare_load
             self.manager = behind
 
@@ -75,15 +78,16 @@ def _put_manager() -> None:
     from evoke_core import EvokeConfig
     from evoke_vllm.tiering import EvokePrimaryTier
 
-    stock, stock_primary = cpu.CPUOffloadingManager, tiering.CPUPrimaryTierOffloadingManager
+    stock: Any = cpu.CPUOffloadingManager
+    stock_primary: Any = tiering.CPUPrimaryTierOffloadingManager
 
-    class Manager(stock):  # type: ignore[misc, valid-type]
+    class Manager(stock):
         def __new__(cls, *args: Any, **given: Any) -> Any:
             if cls is not Manager or given.get("cache_policy", "lru") != "lru":
                 made = object.__new__(stock)
                 made.__init__(*args, **given)
                 return made
-            slots = args[0] if args else given.get("num_chunks", given.get("num_blocks"))
+            slots: Any = args[0] if args else given.get("num_chunks", given.get("num_blocks"))
             info = given.get("info")
             return _manager(
                 slots,
@@ -93,13 +97,13 @@ def _put_manager() -> None:
                 info=None if info is None else info.as_config_info(),
             )
 
-    class Primary(stock_primary):  # type: ignore[misc, valid-type]
+    class Primary(stock_primary):
         def __new__(cls, *args: Any, **given: Any) -> Any:
             memory = object.__new__(stock_primary)
             memory.__init__(*args, **given)
             if given.get("cache_policy", "lru") != "lru":
                 return memory
-            slots = args[0] if args else given.get("num_chunks", given.get("num_blocks"))
+            slots: Any = args[0] if args else given.get("num_chunks", given.get("num_blocks"))
             info = given.get("info")
             return EvokePrimaryTier(
                 memory,

@@ -74,9 +74,7 @@ class Soak:
 
     def _text(self, blocks: int) -> list[int]:
         return [
-            token
-            for _ in range(blocks)
-            for token in [self.random.randrange(5, VOCABULARY)] * BLOCK
+            token for _ in range(blocks) for token in [self.random.randrange(5, VOCABULARY)] * BLOCK
         ]
 
     def _reports_now(self, transfer: Transfer) -> bool:

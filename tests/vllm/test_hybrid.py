@@ -8,9 +8,12 @@ import pytest
 
 pytest.importorskip("vllm", reason="no vLLM here: run `nox -s tests-vllm`")
 
+from vllm.v1.kv_offload.base import ReqContext, make_offload_key
+
 from evoke_core import Decision
 from evoke_vllm import metrics
 from evoke_vllm.hybrid import WindowUse
+from evoke_vllm.manager import EvokeOffloadingManager
 from tests.vllm.engine import MiniEngine
 from tests.vllm.shapes import full, window
 
@@ -56,15 +59,27 @@ def test_only_for_hybrids_with_blocks_of_one_size() -> None:
 
 
 def test_the_share_is_reported_for_a_hybrid_model() -> None:
-    mini = MiniEngine(16, layers=[full(), window()], extra={"evoke": {"policy": "lru"}})
-    for _ in range(3):
-        for text in ("abcdefgh", "ijklmnop", "qrstuvwx"):
-            mini.run(text)
-    ledger = mini.manager.ledger
-    there = {*ledger._ready}
-    unneeded = sum(
-        key.endswith(b"\1") and key[:-1] + b"\0" not in there for key in there
-    )
-    assert 0 < unneeded < 16
-    stats = mini.manager.get_stats().data["data"]
-    assert stats[metrics.UNNEEDED_RATIO][()] == unneeded / 16
+    """Two window blocks are stored of a prompt whose full-attention blocks are not all there."""
+    manager = EvokeOffloadingManager(8, window_groups=[1], group_tokens={0: 4, 1: 4})
+    keys = {group: [make_offload_key(bytes([n]) * 32, group) for n in range(4)] for group in (0, 1)}
+    context = ReqContext("r")
+    manager.on_new_request(context)
+    manager.touch(keys[0], context)
+    offer = [*keys[0][:3], *keys[1][2:]]
+    assert manager.prepare_store(offer, context).keys_to_store == offer
+    manager.complete_store(set(offer), context)
+    stats: Any = manager.get_stats()
+    assert stats.data["data"][metrics.UNNEEDED_RATIO][()] == 1 / 8
+    manager.prepare_store(keys[0][3:], context)
+    manager.complete_store(set(keys[0][3:]), context)
+    stats = manager.get_stats()
+    assert stats.data["data"][metrics.UNNEEDED_RATIO][()] == 0
+
+
+def test_the_engines_groups_are_known() -> None:
+    mini = MiniEngine(16, layers=[full(), window()])
+    mini.run("abcd")
+    stats: Any = mini.manager.get_stats()
+    assert stats.data["data"][metrics.UNNEEDED_RATIO][()] == 0
+    stats = MiniEngine(16).manager.get_stats()
+    assert metrics.UNNEEDED_RATIO not in stats.data["data"]

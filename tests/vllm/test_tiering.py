@@ -29,9 +29,7 @@ TIERING = {"spec_name": "EvokeTieringSpec", "spec_module_path": "evoke_vllm.tier
 
 
 def files(folder: Path) -> list[dict[str, Any]]:
-    return [
-        {"type": "fs", "root_dir": str(folder), "n_read_threads": 1, "n_write_threads": 1}
-    ]
+    return [{"type": "fs", "root_dir": str(folder), "n_read_threads": 1, "n_write_threads": 1}]
 
 
 class TieredEngine(MiniEngine):
@@ -55,7 +53,7 @@ class TieredEngine(MiniEngine):
         return super().idle and not self.manager.has_pending_work()
 
     def close(self) -> None:
-        self.tier = np.zeros(0)
+        self.tier = np.zeros(0, dtype=np.int64)
         self.connector.shutdown()
 
     @property

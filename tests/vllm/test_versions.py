@@ -71,8 +71,6 @@ def test_windows_are_found_through_the_connector(layers: list[str], windows: set
 
 
 def test_a_recurrent_group_is_a_window() -> None:
-    state = MambaSpec(
-        block_size=shapes.BLOCK, shapes=((4, 4),), dtypes=(shapes.torch.float32,)
-    )
+    state = MambaSpec(block_size=shapes.BLOCK, shapes=((4, 4),), dtypes=(shapes.torch.float32,))
     caches = shapes.kv_cache_config([shapes.full(), state])
     assert evoke_vllm.compat._windows(caches) == {1}

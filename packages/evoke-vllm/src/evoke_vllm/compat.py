@@ -230,9 +230,7 @@ def shared_region(spec: Any) -> Any:
         "kv_bytes_per_chunk": lambda: bytes_per_slot(spec),
         "kv_bytes_per_block": lambda: bytes_per_slot(spec),
     }
-    parallel = (
-        spec.config.parallel if hasattr(spec, "config") else spec.vllm_config.parallel_config
-    )
+    parallel = spec.config.parallel if hasattr(spec, "config") else spec.vllm_config.parallel_config
     return SharedOffloadRegion(
         rank=parallel.rank,
         cpu_page_size=spec.cpu_page_size_per_worker,

@@ -33,8 +33,8 @@ class HostCopies:
 
     Args:
         engine: the engine's KV tensors, int8, ``(blocks, page bytes)``.
-        tier: the tier's tensors, int8, ``(slots, factor * page bytes)``, in the same order; a slot's
-            ``factor`` engine blocks lie one after the other, slots may lie apart.
+        tier: the tier's tensors, int8, ``(slots, factor * page bytes)``, in the same order; the
+            ``factor`` engine blocks of a slot lie one after the other, slots may lie apart.
         factor: engine blocks per offloaded block.
         group_refs: for each KV-cache group, the tensors that hold its layers.
     """
@@ -125,7 +125,7 @@ class HostCopies:
         assert tier_at == len(tier_ids)
 
 
-class HostWorker(compat.WorkerBase):  # type: ignore[misc]
+class HostWorker(compat.WorkerBase):
     """Both of vLLM's worker interfaces: one object for both directions, or one for each.
 
     Args:

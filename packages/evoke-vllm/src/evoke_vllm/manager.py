@@ -341,4 +341,3 @@ class EvokeOffloadingManager(OffloadingManager):
                     problem.tag,
                     problem.reason,
                 )
-

@@ -101,9 +101,7 @@ class EvokePrimaryTier(EvokeOffloadingManager):
         """A promotion has ended."""
         self.complete_store(keys, req_context, success)
 
-    def prepare_read(
-        self, keys: Collection[OffloadKey], req_context: ReqContext
-    ) -> LoadStoreSpec:
+    def prepare_read(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         """Hold blocks while a secondary tier copies them; that is no use of them."""
         return self._hold(keys, req_context)
 
