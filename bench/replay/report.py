@@ -38,9 +38,11 @@ Every request of a trace goes through a single tier of a fixed size with nothing
 its blocks are offered, one request after the other. Numbers are block hit ratios: the share of all
 requested blocks that lay in a resident prefix. A budget is a share of the trace's different blocks.
 `adaptive` runs with its defaults everywhere and without tags. MIN knows the future and is the
-ceiling. *margin* is `adaptive` against the best rival of the cell, in points (.01 of the hit
-ratio). *gap* is the share of the way from LRU to MIN that `adaptive` goes, left out where there is
-none. Recorded traces and generated shapes are kept apart: a mean over both would say nothing.
+ceiling. LRU is the one that stock vLLM has had since 0.31: the tail of a request goes before its
+head; what `adaptive` finds beyond it is what remains to be won there. *margin* is `adaptive`
+against the best rival of the cell, in points (.01 of the hit ratio). *gap* is the share of the way
+from LRU to MIN that `adaptive` goes, left out where there is none. Recorded traces and generated
+shapes are kept apart: a mean over both would say nothing.
 
 The constants of `adaptive` were frozen on the first half in time of the recorded traces called
 *named* and on the shapes called *named* or *watched*, by a rule set down beforehand

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 from unittest import mock
 
+from attrs import evolve
+
 from evoke_core import RequestTags
 from tests.conformance.reference import View
 
@@ -287,7 +289,7 @@ class LedgerTier:
 
 
 class VllmTier:
-    """`EvokeOffloadingManager`, called the way vLLM 0.24.0's offloading scheduler calls it.
+    """`EvokeOffloadingManager`, called the way vLLM's offloading scheduler calls it up to 0.30.
 
     Completions arrive as sets, positions are never told, several groups share one offer, and the
     time is the machine's.
@@ -299,6 +301,9 @@ class VllmTier:
     def __init__(self, manager: Any) -> None:
         from vllm.v1.kv_offload.base import ReqContext
 
+        from evoke_vllm import compat
+
+        self._states = {answer: state.name for state, answer in compat.LOOKUP.items()}
         self.manager = manager
         self._new_context = ReqContext
         self.ledger = manager.ledger
@@ -319,7 +324,7 @@ class VllmTier:
 
     def lookup(self, request_id: str, key: bytes) -> str:
         found = self.manager.lookup(key, self._context(request_id))
-        return {None: "PENDING", True: "READY", False: "ABSENT"}[found]
+        return self._states[found]
 
     def touch(self, request_id: str, keys: Sequence[bytes], group: int, start: int) -> None:
         self.manager.touch(keys, self._context(request_id))
@@ -352,10 +357,132 @@ class VllmTier:
         return [
             ("evicted" if event.removed else "stored", list(event.keys))
             for event in self.manager.take_events()
+            if not getattr(event, "metadata_only", False)  # 0.33: of a failed store, for its books
         ]
 
     def counts(self) -> dict[str, int]:
         return LedgerTier.counts(self)  # type: ignore[arg-type]
+
+
+class SpanlessTier(IndexTier):
+    """An engine whose requests have no spans: nobody tells it how many tokens make a block."""
+
+    own_clock = True
+
+    def open(self, request_id: str, raw_tags: object, now: float | None) -> None:
+        tags = evolve(RequestTags.parse(raw_tags)[0], spans=())
+        self.index.open(request_id, tags, now)
+
+
+class PolicyTier:
+    """`EvokeCachePolicy`, called the way vLLM's stock manager calls a cache policy.
+
+    The manager owns the slots and stores all of an offer or nothing. Here it offers again what
+    fits, so that full pools are reached; whom to evict is the policy's answer alone.
+    """
+
+    holds = True
+    admits = owns_slots = tickets = opens_strangers = positions = explains = False
+    own_clock = True
+
+    def __init__(self, policy: Any, capacity: int) -> None:
+        from vllm.v1.kv_offload.base import ReqContext
+        from vllm.v1.kv_offload.cpu.policies import base
+
+        self.policy = policy
+        self.index = policy.index
+        self.capacity = capacity
+        self._new_context = ReqContext
+        self._new_block = getattr(base, "ChunkStatus", None) or base.BlockStatus
+        self._contexts: dict[str, Any] = {}
+        self._free = list(range(capacity))
+        self._slots: dict[bytes, int] = {}
+
+    def _context(self, request_id: str) -> Any:
+        return self._contexts.get(request_id) or self._new_context(request_id)
+
+    def open(self, request_id: str, raw_tags: object, now: float | None) -> None:
+        self._contexts[request_id] = self._new_context(request_id, {"evoke": raw_tags})
+        with mock.patch("time.monotonic", return_value=now):
+            self.policy.touch([], self._contexts[request_id])
+
+    def close(self, request_id: str) -> None:
+        self.policy.on_request_finished((), set(), set(), self._context(request_id))
+
+    def lookup(self, request_id: str, key: bytes) -> str:
+        block = self.policy.get(key)
+        return "ABSENT" if block is None else "READY" if block.is_ready else "PENDING"
+
+    def touch(self, request_id: str, keys: Sequence[bytes], group: int, start: int) -> None:
+        self.policy.touch(keys, self._context(request_id))
+
+    def store(self, request_id: str, offers: Sequence[Offer]) -> Stored:
+        stored = Stored()
+        for _, _, keys in offers:
+            self.policy.on_store_miss(keys, self._context(request_id))
+            missing = [key for key in keys if self.policy.get(key) is None]
+            short = len(missing) - len(self._free)
+            if short > 0:
+                protected = set(keys)
+                victims = self.policy.evict(short, protected)
+                while victims is None:
+                    short -= 1
+                    victims = self.policy.evict(short, protected)
+                for victim, _ in victims:
+                    self._free.append(self._slots.pop(victim))
+                    stored.evicted.append(victim)
+            for key in missing[: len(self._free)]:
+                self._slots[key] = self._free.pop()
+                self._insert(key, request_id)
+                stored.keys.append(key)
+                stored.slots.append(self._slots[key])
+        self.policy.touch([], self._context(request_id))  # whatever comes next files what is new
+        return stored
+
+    def _insert(self, key: bytes, request_id: str) -> None:
+        self.policy.insert(key, self._new_block(self._slots[key]), self._context(request_id))
+
+    def finish(
+        self, request_id: str, keys: Iterable[bytes], tickets: dict[bytes, Any] | None, ok: bool
+    ) -> None:
+        for key in keys:
+            if ok:
+                self.policy.get(key).ref_cnt = 0
+                self.policy.mark_evictable(key)
+            else:
+                self.drop(key)
+
+    def drop(self, key: bytes) -> None:
+        self.policy.remove(key)
+        self._free.append(self._slots.pop(key))
+
+    def acquire(self, request_id: str, keys: Sequence[bytes]) -> list[int] | None:
+        for key in keys:
+            block = self.policy.get(key)
+            if block.ref_cnt == 0:
+                self.policy.mark_non_evictable(key)
+            block.ref_cnt += 1
+        return [self._slots[key] for key in keys]
+
+    def release(self, request_id: str, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            block = self.policy.get(key)
+            if block is None or block.ref_cnt < 1:
+                continue
+            block.ref_cnt -= 1
+            if block.ref_cnt == 0:
+                self.policy.mark_evictable(key)
+
+    def reset(self) -> None:
+        self.policy.clear()
+        self._slots.clear()
+        self._free = list(range(self.capacity))
+
+    def events(self) -> list[tuple[str, list[bytes]]]:
+        return []
+
+    def counts(self) -> dict[str, int]:
+        return {"resident": len(self.index), "free": len(self._free)}
 
 
 def snapshot(tier: Tier, keys: Iterable[bytes]) -> dict[bytes, View]:

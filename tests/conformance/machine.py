@@ -24,6 +24,8 @@ from tests.conformance.adapters import (
     IndexTier,
     LedgerTier,
     Offer,
+    PolicyTier,
+    SpanlessTier,
     Stored,
     Tier,
     VllmTier,
@@ -836,6 +838,19 @@ class VllmMachine(ConformanceMachine):
             window_groups=tuple(sorted(setup.rules.window_groups)),
         )
         return VllmTier(manager), _reference_ledger(setup)
+
+
+class PolicyMachine(ConformanceMachine):
+    admits, signals, small_memory = False, False, False
+
+    def make(self, setup: Setup) -> tuple[Tier, Tier]:
+        from evoke_vllm.policy import EvokeCachePolicy
+
+        windows = tuple(sorted(setup.rules.window_groups))
+        policy = EvokeCachePolicy(setup.capacity, window_groups=windows, config=setup.config)
+        reference = ReferenceIndex(setup.rules, setup.policy(), setup.capacity)
+        model = SpanlessTier(reference, setup.capacity, plans_first=True)
+        return PolicyTier(policy, setup.capacity), model
 
 
 def _reference_ledger(setup: Setup) -> LedgerTier:

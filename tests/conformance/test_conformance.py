@@ -12,6 +12,7 @@ from tests.conformance.machine import (
     ConformanceMachine,
     IndexMachine,
     LedgerMachine,
+    PolicyMachine,
     VllmMachine,
 )
 
@@ -31,12 +32,13 @@ def vllm_out_of_the_collectors_sight() -> Iterator[None]:
         pytest.param(IndexMachine, id="index"),
         pytest.param(LedgerMachine, id="ledger"),
         pytest.param(VllmMachine, id="vllm", marks=pytest.mark.engine),
+        pytest.param(PolicyMachine, id="vllm-policy", marks=pytest.mark.engine),
     ],
 )
 def test_keeps_the_invariants(
     machine: type[ConformanceMachine], request: pytest.FixtureRequest
 ) -> None:
-    if machine is VllmMachine:
+    if machine in (VllmMachine, PolicyMachine):
         request.getfixturevalue("vllm_out_of_the_collectors_sight")
     # The number of examples is the profile's; the steps and checks of one are what makes it slow.
     slow = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]

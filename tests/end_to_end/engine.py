@@ -2,8 +2,9 @@
 
 Run as a program: ``python engine.py SETTINGS``, where SETTINGS is a JSON object with ``model`` (a
 folder), ``blocks`` (of the engine's own pool), ``extra`` (``kv_connector_extra_config``, or null
-for no tier), ``prompts`` (token ids) and ``tokens`` (to generate). An engine belongs in a process
-of its own: it keeps global state, and its end must take everything with it.
+for no tier), ``prompts`` (token ids), ``tokens`` (to generate) and ``parallel`` (vLLM's sizes, if
+there is more than one rank). An engine belongs in a process of its own: it keeps global state, and
+its end must take everything with it.
 """
 
 import json
@@ -47,6 +48,7 @@ def run(settings: dict) -> dict:
         enable_prefix_caching=True,
         disable_log_stats=False,
         kv_transfer_config=transfer,
+        **settings.get("parallel", {}),
     )
     sampling = SamplingParams(
         temperature=0.0,

@@ -6,28 +6,24 @@ bit of one value in every restored block is flipped: proof that the engine test 
 
 import os
 
-from evoke_vllm.host import HostTransferHandler
+from evoke_vllm.host import HostCopies
 from evoke_vllm.spec import EvokeOffloadingSpec
 
 BYTES = {"stored": 0, "restored": 0}
 CORRUPT_VARIABLE = "TEST_CORRUPT_RESTORES"  # test_engine.py sets it
 
 
-class ProbedHandler(HostTransferHandler):
-    def _copy(self, ref, engine_rows, tier_rows):
-        super()._copy(ref, engine_rows, tier_rows)
-        if not self._store and os.environ.get(CORRUPT_VARIABLE):
-            self._engine[ref.tensor_idx][engine_rows, 3] ^= 0x40
+class ProbedCopies(HostCopies):
+    def copy(self, ref, engine_rows, slots, parts, *, store):
+        super().copy(ref, engine_rows, slots, parts, store=store)
+        if not store and os.environ.get(CORRUPT_VARIABLE):
+            self.engine[ref.tensor_idx][engine_rows, 3] ^= 0x40
 
-    def get_finished(self):
-        finished = super().get_finished()
-        for result in finished:
-            BYTES["stored" if self._store else "restored"] += result.transfer_size
-        return finished
+    def transfer(self, job_id, engine_spec, tier_spec, *, store):
+        result = super().transfer(job_id, engine_spec, tier_spec, store=store)
+        BYTES["stored" if store else "restored"] += result.transfer_size
+        return result
 
 
 class ProbedSpec(EvokeOffloadingSpec):
-    def get_handlers(self, kv_caches):
-        for source, target, handler in super().get_handlers(kv_caches):
-            handler.__class__ = ProbedHandler
-            yield source, target, handler
+    copies_class = ProbedCopies

@@ -110,6 +110,17 @@ def test_a_corrupted_restore_does_not_pass_unnoticed(model: Path, reference: dic
     assert result["outputs"] != reference["outputs"]
 
 
+@pytest.mark.parametrize("parallel", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_two_ranks_restore_their_shares(model: Path, reference: dict, parallel: str) -> None:
+    """One manager, a worker with a tier of its own in each rank, half of every block in each."""
+    tier = _tier() | {"spec_name": "EvokeOffloadingSpec", "spec_module_path": "evoke_vllm.spec"}
+    binding = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    result = _serve(model, SMALL_POOL, tier, binding, parallel={parallel: 2}, tokens=2)
+    full_blocks = LENGTH // engine.BLOCK_SIZE * engine.BLOCK_SIZE
+    assert result["cached"][CONTEXTS:] == [full_blocks] * CONTEXTS * (ROUNDS - 1)
+    assert result["outputs"] == [tokens[:2] for tokens in reference["outputs"]]
+
+
 def test_a_wrong_setting_stops_the_start_with_one_line(model: Path) -> None:
     with pytest.raises(pytest.fail.Exception) as failure:
         _serve(model, SMALL_POOL, _tier(w_recencey=0.5))

@@ -19,12 +19,11 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
-from tests.vllm.mini_engine import BLOCK, PAGE, create_spec
+from evoke_vllm import compat
+from evoke_vllm.host import HostCopies, HostWorker
+from tests.vllm.shapes import PAGE, create_spec
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.skipif(not current_platform.is_cpu(), reason="the host worker is for CPU engines"),
-]
+pytestmark = pytest.mark.engine
 
 ENGINE_BLOCKS, SLOTS = 24, 6
 
@@ -33,26 +32,14 @@ class Worker:
     """Two engine tensors of different page sizes, two KV-cache groups that share the first."""
 
     def __init__(self, factor: int) -> None:
-        spec: Any = create_spec(
-            {"cpu_bytes_to_use": SLOTS * factor * PAGE, "block_size": factor * BLOCK}
-        )
-        assert spec.num_blocks == SLOTS
         shapes = ((ENGINE_BLOCKS, 12), (ENGINE_BLOCKS, 5))
         self.tensors = [torch.zeros(shape, dtype=torch.int8) for shape in shapes]
         self.refs = [
             [CanonicalKVCacheRef(0, 12), CanonicalKVCacheRef(1, 5)],
             [CanonicalKVCacheRef(0, 8)],  # padded: the last 4 bytes are not this group's
         ]
-        caches = CanonicalKVCaches(
-            tensors=[CanonicalKVCacheTensor(t, t.shape[1]) for t in self.tensors],
-            group_data_refs=self.refs,
-        )
-        handlers = list(spec.get_handlers(caches))
-        assert [(s.medium(), d.medium()) for s, d, _ in handlers] == [
-            ("GPU", "CPU"),
-            ("CPU", "GPU"),
-        ]
-        self._store, self._load = handlers[0][2], handlers[1][2]
+        tier = [torch.zeros((SLOTS, factor * page), dtype=torch.int8) for _, page in shapes]
+        self._worker = HostWorker(HostCopies(self.tensors, tier, factor, self.refs))
         self._jobs = 0
 
     def fill(self, seed: int) -> list[torch.Tensor]:
@@ -62,21 +49,19 @@ class Worker:
         return [tensor.clone() for tensor in self.tensors]
 
     def store(self, engine: GPULoadStoreSpec, slots: list[int]) -> None:
-        self._run(self._store, engine, CPULoadStoreSpec(slots))
+        self._finish(self._worker.submit_store(self._jobs, engine, CPULoadStoreSpec(slots)), engine)
 
     def load(self, slots: list[int], engine: GPULoadStoreSpec) -> None:
-        self._run(self._load, CPULoadStoreSpec(slots), engine)
+        self._finish(self._worker.submit_load(self._jobs, CPULoadStoreSpec(slots), engine), engine)
 
-    def _run(self, handler: Any, source: Any, target: Any) -> None:
-        self._jobs += 1
-        assert handler.transfer_async(self._jobs, (source, target))
-        (result,) = handler.get_finished()
-        engine = target if isinstance(target, GPULoadStoreSpec) else source
+    def _finish(self, submitted: bool, engine: GPULoadStoreSpec) -> None:
+        (result,) = self._worker.get_finished()
         pages = [sum(ref.page_size_bytes for ref in refs) for refs in self.refs]
         expected = sum(n * page for n, page in zip(engine.group_sizes, pages, strict=True))
-        assert (result.job_id, result.success) == (self._jobs, True)
+        assert (submitted, result.job_id, result.success) == (True, self._jobs, True)
         assert result.transfer_size == expected
-        assert handler.get_finished() == []
+        assert self._worker.get_finished() == []
+        self._jobs += 1
 
 
 @given(st.integers(1, 4), st.data())
@@ -133,3 +118,35 @@ def test_slots_do_not_overlap() -> None:
     worker.load(list(range(SLOTS)), GPULoadStoreSpec(blocks, [len(blocks), 0], [0, 0]))
     for tensor, old in zip(worker.tensors, written, strict=True):
         assert torch.equal(tensor[blocks], old[blocks])
+
+
+def test_a_spec_gives_the_worker_that_this_vllm_asks_for() -> None:
+    """One object for both directions since 0.25, a handler for each before."""
+    spec: Any = create_spec({"cpu_bytes_to_use": SLOTS * PAGE})
+    tensor = torch.arange(ENGINE_BLOCKS * PAGE, dtype=torch.int32).to(torch.int8)
+    tensor = tensor.view(ENGINE_BLOCKS, PAGE)
+    before = tensor.clone()
+    caches = CanonicalKVCaches(
+        [CanonicalKVCacheTensor(tensor, PAGE)], [[CanonicalKVCacheRef(0, PAGE)]]
+    )
+    with pytest.MonkeyPatch.context() as patch:  # the stock wheel sees no platform at all
+        patch.setattr(type(current_platform), "is_cpu", lambda platform: True)
+        if compat.HAS_WORKERS:
+            worker = spec.get_worker(caches)
+            store, load = worker.submit_store, worker.submit_load
+        else:
+            handlers = list(spec.get_handlers(caches))
+            assert [(source.medium(), target.medium()) for source, target, _ in handlers] == [
+                ("GPU", "CPU"),
+                ("CPU", "GPU"),
+            ]
+            store, load = (
+                lambda job, source, target, by=by: by.transfer_async(job, (source, target))
+                for *_, by in handlers
+            )
+    engine = GPULoadStoreSpec([4, 9], [2], [0])
+    assert store(0, engine, CPULoadStoreSpec([5, 0]))
+    tensor.zero_()
+    assert load(1, CPULoadStoreSpec([5, 0]), engine)
+    assert torch.equal(tensor[[4, 9]], before[[4, 9]])
+    assert int(tensor.ne(0).any(dim=1).sum()) == 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EvokeOffloadingManager with vLLM 0.24.0's classes: what it adds to the ledger, and what it keeps.
+"""EvokeOffloadingManager with vLLM's own classes: what it adds to the ledger, and what it keeps.
 
 Retention itself is tested by the conformance suite, which drives this manager too.
 """
@@ -22,7 +22,9 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec, CPUOffloadingMetrics
 
+from evoke_vllm import compat
 from evoke_vllm.manager import EvokeOffloadingManager
+from tests.vllm.shapes import HIT, MISS, PENDING
 
 pytestmark = pytest.mark.engine
 
@@ -40,7 +42,7 @@ def arrive(manager: EvokeOffloadingManager, name: str, *chains: list[OffloadKey]
     manager.on_new_request(ctx)
     for keys in chains:
         for key in keys:
-            if not manager.lookup(key, ctx):
+            if manager.lookup(key, ctx) != HIT:
                 break
         manager.touch(keys, ctx)
     return ctx
@@ -55,25 +57,28 @@ def store(manager: EvokeOffloadingManager, name: str, keys: list[OffloadKey]) ->
     return output
 
 
-def ready(manager: EvokeOffloadingManager, keys: Iterable[OffloadKey]) -> list[bool | None]:
+def ready(manager: EvokeOffloadingManager, keys: Iterable[OffloadKey]) -> list[bool]:
     ctx = context("looks")
-    return [manager.lookup(key, ctx) for key in keys]
+    return [manager.lookup(key, ctx) == HIT for key in keys]
 
 
 def test_new_requests_are_offloaded_block_by_block() -> None:
     manager = EvokeOffloadingManager(4)
-    assert manager.on_new_request(context("r")).policy is OffloadPolicy.BLOCK_LEVEL
+    assert manager.on_new_request(context("r")).policy in (
+        getattr(OffloadPolicy, "BLOCK_LEVEL", None),
+        getattr(OffloadPolicy, "CHUNK_LEVEL", None),
+    )
 
 
 def test_lookup_says_absent_pending_ready() -> None:
     manager = EvokeOffloadingManager(4)
     (key,) = chain("a", 1)
     ctx = arrive(manager, "r", [key])
-    assert manager.lookup(key, ctx) is False
+    assert manager.lookup(key, ctx) == MISS
     manager.prepare_store([key], ctx)
-    assert manager.lookup(key, ctx) is None
+    assert manager.lookup(key, ctx) == PENDING
     manager.complete_store({key}, ctx)
-    assert manager.lookup(key, ctx) is True
+    assert manager.lookup(key, ctx) == HIT
 
 
 def test_store_and_load_name_the_same_slots() -> None:
@@ -183,7 +188,11 @@ def test_the_tracker_is_bounded_and_forgets_tails_first() -> None:
 
 
 def events(manager: EvokeOffloadingManager) -> list[tuple[bool, list[OffloadKey]]]:
-    return [(event.removed, event.keys) for event in manager.take_events()]
+    return [
+        (event.removed, event.keys)
+        for event in manager.take_events()
+        if not getattr(event, "metadata_only", False)
+    ]
 
 
 def test_events_tell_stored_and_removed() -> None:
@@ -208,6 +217,18 @@ def test_events_tell_stored_and_removed() -> None:
     assert events(manager) == []
     manager.reset_cache()
     assert events(manager) == []
+
+
+def test_a_failed_store_is_told_where_that_is_possible() -> None:
+    """0.33: the connector releases what it noted for blocks that were never stored."""
+    manager = EvokeOffloadingManager(3, enable_events=True)
+    keys = chain("a", 2)
+    ctx = arrive(manager, "r", keys)
+    manager.prepare_store(keys, ctx)
+    manager.complete_store(set(keys), ctx, success=False)
+    told = list(manager.take_events())
+    assert [set(event.keys) for event in told] == [set(keys)] * ("aborted" in compat.EVENT_KINDS)
+    assert all(event.removed and event.metadata_only for event in told)
 
 
 def test_no_events_unless_asked_for() -> None:

@@ -17,7 +17,8 @@ from evoke_core.replay import read_trace, replay
 from evoke_vllm import metrics
 from evoke_vllm.manager import EvokeOffloadingManager
 from evoke_vllm.recording import open_recorder
-from tests.vllm.mini_engine import BLOCK, PAGE, MiniEngine, create_spec
+from tests.vllm.engine import MiniEngine
+from tests.vllm.shapes import BLOCK, HIT, PAGE, create_spec
 
 pytestmark = pytest.mark.engine
 
@@ -66,7 +67,7 @@ def test_what_the_recorder_is_told() -> None:
         manager.on_new_request(ctx)
         for _ in range(3):
             for key in offered[1:] if loaded else offered:  # the GPU has the first one
-                if not manager.lookup(key, ctx):
+                if manager.lookup(key, ctx) != HIT:
                     break
             manager.touch(offered, ctx)
         if loaded:
@@ -140,15 +141,8 @@ def test_a_path_that_cannot_be_written(
 def test_a_recording_of_vllms_scheduler_replays_to_the_same_hits(tmp_path: Path) -> None:
     """The spec opens it with what it knows, the engine's shutdown closes it."""
     path = tmp_path / "new" / "folder" / "trace"
-    mini = MiniEngine(
-        create_spec(
-            {
-                "cpu_bytes_to_use": 12 * 2 * PAGE,
-                "block_size": 2 * BLOCK,
-                "evoke": {"record_trace": str(path), "record_trace_mib": 1},
-            }
-        )
-    )
+    recording = {"record_trace": str(path), "record_trace_mib": 1}
+    mini = MiniEngine(12, factor=2, extra={"evoke": recording})
     words = ["abcdefghijkl", "ABCDEFGHIJKL", "abcdefGHIJKL", "mnopqrstuvwx", "012345678901"]
     hits = asked = 0
     for turn in range(60):
@@ -157,11 +151,11 @@ def test_a_recording_of_vllms_scheduler_replays_to_the_same_hits(tmp_path: Path)
         tags = {"evoke": {"source_type": "user", "evoke_session": word[:3]}}
         hits += mini.run(word, params=tags, report=turn % 3 > 0) // (2 * BLOCK)
     mini.finish_transfers()
-    mini.scheduler.shutdown()
+    mini.connector.shutdown()
 
-    recording = read_recording(path)
-    assert recording.asked_and_found == (asked, hits)
-    header = recording.header
+    read = read_recording(path)
+    assert read.asked_and_found == (asked, hits)
+    header = read.header
     assert (header["capacity"], header["tokens_per_block"]) == (12, 2 * BLOCK)
     assert header["bytes_per_block"] == 2 * PAGE
     assert header["runtime"] == "vllm"

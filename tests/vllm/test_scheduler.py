@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM 0.24.0's own offloading scheduler drives our manager; every restored byte is checked."""
+"""vLLM's own scheduler drives our manager; every restored block is checked."""
 
 import random
 
@@ -7,18 +7,16 @@ import pytest
 
 pytest.importorskip("vllm", reason="no vLLM here: run `nox -s tests-vllm`")
 
-from tests.vllm.mini_engine import BLOCK, PAGE, MiniEngine, create_spec
+from tests.vllm.engine import MiniEngine
+from tests.vllm.shapes import BLOCK
 
 pytestmark = pytest.mark.engine
 
 
 def engine(blocks: int, *, factor: int = 1, window: bool = False, **extra: object) -> MiniEngine:
-    spec = create_spec(
-        {"cpu_bytes_to_use": blocks * factor * PAGE, "block_size": factor * BLOCK, **extra},
-        window=window,
-    )
-    assert spec.num_blocks == blocks
-    return MiniEngine(spec, groups=1 + window)
+    mini = MiniEngine(blocks, factor=factor, window=window, extra=extra)
+    assert mini.manager.ledger.capacity == blocks
+    return mini
 
 
 def assert_quiet(mini: MiniEngine) -> None:
@@ -71,7 +69,7 @@ def test_max_offload_tokens_still_works_beside_our_tags() -> None:
 def test_idle_reset_forgets_everything() -> None:
     mini = engine(20)
     mini.run("abcd")
-    mini.scheduler.reset_cache()
+    mini.connector.reset_cache()
     assert mini.run("abcd") == 0
     assert mini.run("abcd") == 4 * BLOCK
     assert_quiet(mini)

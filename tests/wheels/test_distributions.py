@@ -16,6 +16,10 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from evoke_vllm import versions
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("evoke-core", "evoke-vllm", "evoke-lmcache")
@@ -53,10 +57,21 @@ def test_all_packages_carry_one_version() -> None:
     assert len({metadata.version(package) for package in PACKAGES}) == 1
 
 
+def test_the_tested_range_of_vllm_is_required() -> None:
+    (line,) = (line for line in metadata.requires("evoke-vllm") or [] if line.startswith("vllm"))
+    allowed = Requirement(line).specifier
+    tested = [Version(release) for release in versions.TESTED]
+    assert tested == sorted(tested)
+    assert all(release in allowed for release in tested)
+    for outside in ("0.23.0", "0.34.0"):
+        assert outside not in allowed
+        with pytest.raises(versions.UntestedVersionError):
+            versions.check(outside)
+
+
 @pytest.mark.engine
-def test_vllm_is_required_exactly() -> None:
-    assert "vllm==0.24.0" in (metadata.requires("evoke-vllm") or [])
-    assert metadata.version("vllm").split("+")[0] == "0.24.0"
+def test_the_vllm_beside_it_is_one_of_those_tested() -> None:
+    assert metadata.version("vllm").split("+")[0] in versions.TESTED
 
 
 @needs_wheels

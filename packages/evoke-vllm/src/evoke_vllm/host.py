@@ -2,42 +2,41 @@
 
 On that backend the engine's KV cache lies in host memory too, so a transfer is a copy between two
 host tensors, done when it is submitted. Stock vLLM refuses the platform; everything but the worker
-(scheduler, connector, metadata, completion) is stock. On other platforms the stock handlers are
-used untouched.
+(scheduler, connector, metadata, completion) is stock. On other platforms the stock workers are
+used untouched. With several ranks, each has a tier of its own for its share of every block.
 
 ``HostOffloadingSpec`` is the stock spec with just this change: the baseline to compare with.
 """
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
-from typing_extensions import override
 from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import (
     BlockIDsLoadStoreSpec,
     CanonicalKVCacheRef,
     CanonicalKVCaches,
     GPULoadStoreSpec,
-    LoadStoreSpec,
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
-from vllm.v1.kv_offload.worker.worker import OffloadingHandler, TransferResult, TransferSpec
 
-Handlers = Iterator[tuple[type[LoadStoreSpec], type[LoadStoreSpec], OffloadingHandler]]
+from evoke_vllm import compat
+from evoke_vllm.compat import TransferResult
 
 
-class HostTransferHandler(OffloadingHandler):
-    """Copies blocks in one direction, at submission.
+class HostCopies:
+    """Copies blocks between the engine's tensors and the tier's, at submission.
 
     Args:
         engine: the engine's KV tensors, int8, ``(blocks, page bytes)``.
-        tier: the tier's tensors, int8, ``(slots * factor, page bytes)``, in the same order.
+        tier: the tier's tensors, int8, ``(slots, factor * page bytes)``, in the same order; the
+            ``factor`` engine blocks of a slot lie one after the other, slots may lie apart.
         factor: engine blocks per offloaded block.
         group_refs: for each KV-cache group, the tensors that hold its layers.
-        store: True copies engine to tier, False tier to engine.
     """
 
     def __init__(
@@ -46,56 +45,65 @@ class HostTransferHandler(OffloadingHandler):
         tier: list[torch.Tensor],
         factor: int,
         group_refs: list[list[CanonicalKVCacheRef]],
-        store: bool,
     ) -> None:
-        self._engine = engine
-        self._tier = tier
+        self.engine = engine
+        self.tier = [slots.unflatten(1, (factor, -1)) for slots in tier]
         self._factor = factor
         self._group_refs = group_refs
-        self._store = store
-        self._type = ("GPU", "CPU") if store else ("CPU", "GPU")
-        self._finished: list[TransferResult] = []
 
-    @override
-    def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
+    def transfer(
+        self,
+        job_id: int,
+        engine_spec: GPULoadStoreSpec,
+        tier_spec: BlockIDsLoadStoreSpec,
+        *,
+        store: bool,
+    ) -> TransferResult:
+        """Copy what the two specs name, engine to tier (``store``) or back."""
         started = time.perf_counter()
-        source, target = spec
-        engine_spec, tier_spec = (source, target) if self._store else (target, source)
-        assert isinstance(engine_spec, GPULoadStoreSpec)
-        assert isinstance(tier_spec, BlockIDsLoadStoreSpec)
         size = 0
-        for refs, engine_rows, tier_rows in self._rows(engine_spec, tier_spec):
+        for refs, engine_rows, slots, parts in self._rows(engine_spec, tier_spec):
             for ref in refs:
-                self._copy(ref, engine_rows, tier_rows)
+                self.copy(ref, engine_rows, slots, parts, store=store)
                 size += len(engine_rows) * ref.page_size_bytes
-        self._finished.append(
-            TransferResult(
-                job_id=job_id,
-                success=True,
-                transfer_size=size,
-                transfer_time=time.perf_counter() - started,
-                transfer_type=self._type,
-            )
+        told: dict[str, Any] = {}
+        if compat.HAS_DIRECTIONS:
+            told["transfer_type"] = ("GPU", "CPU") if store else ("CPU", "GPU")
+        return TransferResult(
+            job_id=job_id,
+            success=True,
+            transfer_size=size,
+            transfer_time=time.perf_counter() - started,
+            **told,
         )
-        return True
 
-    @override
-    def get_finished(self) -> list[TransferResult]:
-        finished, self._finished = self._finished, []
-        return finished
-
-    @override
-    def wait(self, job_ids: set[int]) -> None:
-        """Nothing to wait for: a submitted copy is done."""
+    def copy(
+        self,
+        ref: CanonicalKVCacheRef,
+        engine_rows: torch.Tensor,
+        slots: torch.Tensor,
+        parts: torch.Tensor,
+        *,
+        store: bool,
+    ) -> None:
+        """Copy one layer's part of some engine blocks, each one part of a slot."""
+        engine = self.engine[ref.tensor_idx][:, : ref.page_size_bytes]
+        tier = self.tier[ref.tensor_idx][:, :, : ref.page_size_bytes]
+        if store:
+            tier[slots, parts] = engine[engine_rows]
+        else:
+            engine[engine_rows] = tier[slots, parts]
 
     def _rows(
         self, engine_spec: GPULoadStoreSpec, tier_spec: BlockIDsLoadStoreSpec
-    ) -> Iterator[tuple[list[CanonicalKVCacheRef], torch.Tensor, torch.Tensor]]:
-        """Yield, per group, its tensors and the rows to copy between.
+    ) -> Iterator[tuple[list[CanonicalKVCacheRef], torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Yield, per group, its tensors, engine blocks, and where in the tier each belongs.
 
-        An offloaded block is ``factor`` rows of the tier. A group's first block may begin in the
-        middle: ``block_indices`` says at which engine block of the request the group starts.
+        A group's first offloaded block may begin in the middle: ``block_indices`` says at which
+        engine block of the request the group starts.
         """
+        engine_ids = np.asarray(engine_spec.block_ids, dtype=np.int64)
+        tier_ids = np.asarray(tier_spec.block_ids, dtype=np.int64)
         engine_at = tier_at = 0
         for refs, size, first in zip(
             self._group_refs, engine_spec.group_sizes, engine_spec.block_indices, strict=True
@@ -104,51 +112,93 @@ class HostTransferHandler(OffloadingHandler):
                 continue
             skip = first % self._factor
             slots = -(-(skip + size) // self._factor)
-            ids = tier_spec.block_ids[tier_at : tier_at + slots]
-            rows = (ids[:, None] * self._factor + np.arange(self._factor)).ravel()
+            at = np.arange(skip, skip + size)
             yield (
                 refs,
-                torch.from_numpy(engine_spec.block_ids[engine_at : engine_at + size]),
-                torch.from_numpy(rows[skip : skip + size]),
+                torch.from_numpy(engine_ids[engine_at : engine_at + size]),
+                torch.from_numpy(tier_ids[tier_at + at // self._factor]),
+                torch.from_numpy(at % self._factor),
             )
             engine_at += size
             tier_at += slots
-        assert engine_at == len(engine_spec.block_ids)
-        assert tier_at == len(tier_spec.block_ids)
+        assert engine_at == len(engine_ids)
+        assert tier_at == len(tier_ids)
 
-    def _copy(
-        self, ref: CanonicalKVCacheRef, engine_rows: torch.Tensor, tier_rows: torch.Tensor
-    ) -> None:
-        engine = self._engine[ref.tensor_idx][:, : ref.page_size_bytes]
-        tier = self._tier[ref.tensor_idx][:, : ref.page_size_bytes]
-        if self._store:
-            tier.index_copy_(0, tier_rows, engine.index_select(0, engine_rows))
-        else:
-            engine.index_copy_(0, engine_rows, tier.index_select(0, tier_rows))
+
+class HostWorker(compat.WorkerBase):
+    """Both of vLLM's worker interfaces: one object for both directions, or one for each.
+
+    Args:
+        copies: does the work.
+        store: the direction where a spec pair does not tell it (``transfer_async``, 0.24).
+    """
+
+    def __init__(self, copies: HostCopies, store: bool = True) -> None:
+        self._copies = copies
+        self._store = store
+        self._finished: list[TransferResult] = []
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        """Copy engine blocks to the tier."""
+        self._finished.append(self._copies.transfer(job_id, src_spec, dst_spec, store=True))
+        return True
+
+    def submit_load(
+        self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False
+    ) -> bool:
+        """Copy blocks of the tier to the engine; always done at once, so never ``expedited``."""
+        self._finished.append(self._copies.transfer(job_id, dst_spec, src_spec, store=False))
+        return True
+
+    def transfer_async(self, job_id: int, spec: tuple[Any, Any]) -> bool:
+        """0.24: the handler of one direction."""
+        return (self.submit_store if self._store else self.submit_load)(job_id, *spec)
+
+    def get_finished(self) -> list[TransferResult]:
+        """The transfers since the last call."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Nothing to wait for: a submitted copy is done."""
 
 
 class HostWorkerMixin(CPUOffloadingSpec):
-    """Gives a CPU offloading spec the host-memory worker where the engine runs on a CPU."""
+    """Gives a CPU offloading spec the host-memory worker where the engine runs on a CPU.
 
-    @override
-    def get_handlers(self, kv_caches: CanonicalKVCaches) -> Handlers:
+    Mixed into the stock spec or one that derives from it, ahead of it.
+    """
+
+    copies_class = HostCopies
+
+    def host_copies(self, kv_caches: CanonicalKVCaches) -> HostCopies:
+        """The tier's memory, and what copies to and from it."""
+        factor = compat.blocks_per_slot(self)
+        return self.copies_class(
+            [cache.tensor.view(torch.int8) for cache in kv_caches.tensors],
+            self.host_tier([factor * cache.page_size_bytes for cache in kv_caches.tensors]),
+            factor,
+            kv_caches.group_data_refs,
+        )
+
+    def host_tier(self, pages: list[int]) -> list[torch.Tensor]:
+        """Memory for every slot: a tensor ``(slots, bytes)`` for each of ``pages`` in bytes."""
+        return [torch.zeros((compat.slots(self), page), dtype=torch.int8) for page in pages]
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> Any:
+        """vLLM 0.25 and later."""
+        if not current_platform.is_cpu():
+            return super().get_worker(kv_caches)
+        return HostWorker(self.host_copies(kv_caches))
+
+    def get_handlers(self, kv_caches: CanonicalKVCaches) -> Iterator[Any]:
+        """vLLM 0.24."""
         if not current_platform.is_cpu():
             yield from super().get_handlers(kv_caches)
             return
-        engine = [cache.tensor.view(torch.int8) for cache in kv_caches.tensors]
-        tier = [
-            torch.zeros(
-                (self.num_blocks * self.block_size_factor, cache.page_size_bytes),
-                dtype=torch.int8,
-            )
-            for cache in kv_caches.tensors
-        ]
-        refs = kv_caches.group_data_refs
-        factor = self.block_size_factor
-        store = HostTransferHandler(engine, tier, factor, refs, store=True)
-        load = HostTransferHandler(engine, tier, factor, refs, store=False)
-        yield GPULoadStoreSpec, CPULoadStoreSpec, store
-        yield CPULoadStoreSpec, GPULoadStoreSpec, load
+        copies = self.host_copies(kv_caches)
+        yield GPULoadStoreSpec, CPULoadStoreSpec, HostWorker(copies, store=True)
+        yield CPULoadStoreSpec, GPULoadStoreSpec, HostWorker(copies, store=False)
 
 
 class HostOffloadingSpec(HostWorkerMixin):

@@ -1,7 +1,8 @@
 """What each request asked of the tier, and what it got: once per request, however often it waited.
 
-vLLM 0.24 looks a waiting request's blocks up in every step, from the first block that the GPU does
-not have to the first miss, then names the whole prompt. The last time before anything is loaded or
+vLLM looks a waiting request's blocks up in every step, from the first block that the GPU does
+not have to the first miss, then (up to 0.30) names the whole prompt; since 0.31 the prompt is known
+from the request's context. The last time before anything is loaded or
 stored is the one that was scheduled; what is loaded then is what was found. Both are what the
 server's own counters of external cache hits count, in whole blocks.
 
@@ -67,6 +68,22 @@ class Lookups:
         if request is not None:
             request.keys = keys
             request.first = first
+
+    def looked(self, request_id: str, first: bytes) -> None:
+        """A request looks its blocks up, from ``first`` on; it lists them later."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            request.first = first
+
+    def listed(self, request_id: str, keys: list[bytes]) -> None:
+        """A request has these blocks in the group, head first."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            request.keys = keys
+
+    def waits(self, request_id: str) -> bool:
+        """Say whether it is not known yet what a request found."""
+        return request_id in self._requests
 
     def loading(self, request_id: str, keys: Collection[bytes]) -> None:
         """A request restores blocks, those of a group together: this is what it found."""

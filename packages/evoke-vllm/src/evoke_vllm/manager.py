@@ -13,10 +13,8 @@ never reported as stored raises, because any slot it could name would feed wrong
 
 import time
 from collections import deque
-from collections.abc import Collection, Iterable
-from itertools import groupby
-from operator import itemgetter
-from typing import cast
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, cast
 
 from typing_extensions import override
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
@@ -31,22 +29,20 @@ from vllm.v1.kv_offload.base import (
     PrepareStoreOutput,
     ReqContext,
     RequestOffloadingContext,
-    get_offload_group_idx,
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec, CPUOffloadingMetrics
 
-from evoke_core import BlockLedger, BlockState, Decision, EvokeConfig, TagProblem
+from evoke_core import BlockLedger, Decision, EvokeConfig, TagProblem
 from evoke_core.ledger import MAX_DECISIONS
 from evoke_core.recording import Recorder
 from evoke_core.tags import MAPPING_KEY
+from evoke_vllm import chains, compat
 from evoke_vllm.hints import read_tags
-from evoke_vllm.lookups import GROUP_BYTES, Lookups, Request
+from evoke_vllm.hybrid import WindowUse
+from evoke_vllm.lookups import Lookups, Request
 from evoke_vllm.metrics import ManagerMetrics
 
 logger = init_logger(__name__)
-
-_group_bytes = itemgetter(slice(-GROUP_BYTES, None))
-_READY, _PENDING = BlockState.READY, BlockState.PENDING
 
 
 class EvokeOffloadingManager(OffloadingManager):
@@ -61,6 +57,9 @@ class EvokeOffloadingManager(OffloadingManager):
         window_groups: KV-cache groups without full attention, whose blocks have no parents.
         tokens_per_block: tokens of one block of the tier; clients give spans in tokens.
         recorder: told everything that a replay needs; closed by ``shutdown``.
+        group_tokens: tokens of an offloaded block, by group, where the engine says at which token
+            a block ends (vLLM 0.31 and later).
+        info: facts of the configuration that the engine publishes (vLLM 0.33 and later).
 
     Raises:
         ValueError: a size below its minimum.
@@ -76,18 +75,32 @@ class EvokeOffloadingManager(OffloadingManager):
         window_groups: Iterable[int] = (),
         tokens_per_block: int = 1,
         recorder: Recorder | None = None,
+        group_tokens: Mapping[int, int] | None = None,
+        info: Mapping[str, Any] | None = None,
     ) -> None:
         windows = frozenset(window_groups)
+        tokens = group_tokens or {}
         self.ledger = BlockLedger(
             num_blocks,
             config=config,
             tokens_per_block=tokens_per_block,
             store_threshold=store_threshold,
             max_tracker_size=max_tracker_size,
-            window_groups=windows,
+            window_groups=chains.window_groups(windows, tokens),
         )
+        self._positions = (
+            chains.Positions(self.ledger.index, self.ledger.touch, windows, tokens)
+            if compat.HAS_POSITIONS
+            else None
+        )
+        self._windows = windows
+        self._info = info
         self._tokens_per_block = tokens_per_block
-        self._metrics = ManagerMetrics(self.ledger, self.ledger.index.config.source_floors)
+        self._metrics = ManagerMetrics(
+            self.ledger,
+            self.ledger.index.config.source_floors,
+            WindowUse.of(windows, tokens),
+        )
         self._recorder = recorder
         main_group = next(group for group in range(len(windows) + 1) if group not in windows)
         self._lookups = Lookups(main_group, self._settled)
@@ -113,23 +126,33 @@ class EvokeOffloadingManager(OffloadingManager):
 
     @override
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self._lookups.settled(req_context.req_id)
+        self._settle(req_context)
         self.ledger.close(req_context.req_id)
         if self._recorder is not None:
             self._recorder.closed(req_context.req_id)
 
     @override
-    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> Any:
         if req_context is not self._looking:
             self._looking = req_context
             self._looking_from = key
-        state = self.ledger.lookup(req_context.req_id, key)
-        return True if state is _READY else None if state is _PENDING else False
+            if self._positions is not None:
+                self._positions.follow(req_context)
+                self._lookups.looked(req_context.req_id, key)
+        return compat.LOOKUP[self.ledger.lookup(req_context.req_id, key)]
+
+    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> Any:
+        """Which tier a block comes from (vLLM 0.32 and later): this one."""
+        return compat.LOAD_SOURCE
+
+    def on_schedule_end(self, *context: Any) -> None:
+        """A step has been planned: whoever is looked at next is looked at anew."""
+        self._looking = None
 
     @override
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self._announce(req_context)
-        for group, part in _by_group(keys):
+        for group, part in chains.by_group(keys):
             if group == self._lookups.group:
                 looked_up = req_context is self._looking
                 first = self._looking_from if looked_up else None
@@ -139,7 +162,16 @@ class EvokeOffloadingManager(OffloadingManager):
 
     @override
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        if self._positions is not None:
+            self._announce(req_context)
+            self._name(req_context)
+            for group, part in self._parts(keys, req_context):
+                if group in self._windows:  # chains are followed as a whole
+                    self.ledger.touch(req_context.req_id, part, group=group)
         self._lookups.loading(req_context.req_id, keys)
+        return self._hold(keys, req_context)
+
+    def _hold(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         slots = self.ledger.acquire(req_context.req_id, keys)
         if slots is None:
             raise RuntimeError(
@@ -157,14 +189,14 @@ class EvokeOffloadingManager(OffloadingManager):
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput:
         self._announce(req_context)
-        self._lookups.settled(req_context.req_id)
+        self._settle(req_context)
         granted: list[OffloadKey] = []
         slots: list[int] = []
         evicted: list[OffloadKey] = []
         request_id = req_context.req_id
         offered = [
             (group, start, stretch)
-            for group, part in _by_group(keys)
+            for group, part in self._parts(keys, req_context)
             for start, stretch in self.ledger.index.locate(request_id, part, group=group)
         ]
         if len(offered) > 1:
@@ -206,14 +238,18 @@ class EvokeOffloadingManager(OffloadingManager):
         events = [
             OffloadingEvent(
                 keys=cast(list[OffloadKey], decision.keys),
-                medium=CPULoadStoreSpec.medium(),
-                removed=decision.kind == "evicted",
+                medium=compat.CPU_MEDIUM,
+                **compat.EVENT_KINDS[decision.kind],
             )
             for decision in self._events
-            if decision.kind in ("stored", "evicted") and decision.reason != "reset"
+            if decision.kind in compat.EVENT_KINDS and decision.reason != "reset"
         ]
         self._events.clear()
         return events
+
+    def config_info(self) -> Sequence[Mapping[str, Any]]:
+        """Facts of the configuration (vLLM 0.33 and later)."""
+        return [{} if self._info is None else self._info]
 
     @override
     def get_stats(self) -> OffloadingConnectorStats:
@@ -222,8 +258,8 @@ class EvokeOffloadingManager(OffloadingManager):
             self._metrics.recording_dropped(self._recorder.lost)
         stats = OffloadingConnectorStats()
         ledger = self._metrics.flush(stats)
-        in_transfer = (ledger.pending + ledger.held) / ledger.capacity if ledger.capacity else 0.0
-        stats.set_gauge(CPUOffloadingMetrics.CPU_CACHE_USAGE_PERC, in_transfer)
+        for name, blocks in compat.usage(writing=ledger.pending, reading=ledger.held).items():
+            stats.set_gauge(name, blocks / ledger.capacity if ledger.capacity else 0.0)
         if self._counts_skips:
             skipped = ledger.below_threshold - self._skips_reported
             stats.increase_counter(CPUOffloadingMetrics.STORES_SKIPPED, skipped)
@@ -270,6 +306,28 @@ class EvokeOffloadingManager(OffloadingManager):
         """Open a request that the engine did not announce."""
         if not self.ledger.index.is_open(req_context.req_id):
             self.on_new_request(req_context)
+        if self._positions is not None:
+            self._positions.follow(req_context)
+
+    def _name(self, req_context: ReqContext) -> None:
+        """Say which blocks a request has, where nobody calls ``touch``."""
+        if self._positions is not None and self._lookups.waits(req_context.req_id):
+            keys = self._positions.chain(req_context, self._lookups.group)
+            if keys:
+                self._lookups.listed(req_context.req_id, keys)
+
+    def _settle(self, req_context: ReqContext) -> None:
+        """Whatever a request has not loaded by now it did not find."""
+        self._name(req_context)
+        self._lookups.settled(req_context.req_id)
+
+    def _parts(
+        self, keys: Collection[OffloadKey], req_context: ReqContext
+    ) -> list[tuple[int, list[bytes]]]:
+        """Part keys by group; only models with windows may mix in partial tails."""
+        if self._positions is not None and self._windows:
+            return self._positions.parts(keys, req_context)
+        return chains.by_group(keys)
 
     def _report(self, problems: Iterable[TagProblem]) -> None:
         """Count unusable tags; warn once per kind, so that a client cannot flood the log."""
@@ -283,13 +341,3 @@ class EvokeOffloadingManager(OffloadingManager):
                     problem.tag,
                     problem.reason,
                 )
-
-
-def _by_group(keys: Collection[OffloadKey]) -> list[tuple[int, list[bytes]]]:
-    """Part keys that may mix KV-cache groups into one list per run of equal groups."""
-    parts = list(keys)
-    if not parts:
-        return []
-    if len(set(map(_group_bytes, parts))) == 1:
-        return [(get_offload_group_idx(parts[0]), parts)]
-    return [(group, list(part)) for group, part in groupby(parts, get_offload_group_idx)]

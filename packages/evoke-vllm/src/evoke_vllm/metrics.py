@@ -13,7 +13,7 @@ in EVOKE: an age of 40 means that 40 requests have come since.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import accumulate
 from typing import Final
 
@@ -28,6 +28,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from evoke_core import BlockLedger, Decision, LedgerStats, RequestTags
+from evoke_vllm.hybrid import WindowUse
 
 PREFIX: Final = "vllm:kv_offload_evoke_"
 REQUESTS: Final = PREFIX + "requests"
@@ -48,6 +49,7 @@ RESIDENT: Final = PREFIX + "resident_blocks"
 PINNED_RATIO: Final = PREFIX + "pinned_ratio"
 EXPIRED: Final = PREFIX + "expired_blocks"
 ORPHANS: Final = PREFIX + "orphan_blocks"
+UNNEEDED_RATIO: Final = PREFIX + "unneeded_window_ratio"
 BELIEF: Final = PREFIX + "belief"
 
 OTHER_ROLE: Final = "other"
@@ -108,6 +110,9 @@ def definitions() -> dict[str, OffloadingMetricMetadata]:
         PINNED_RATIO: gauge("Pinned blocks as a share of the tier, from 0 to 1."),
         EXPIRED: gauge("Blocks in the tier that are marked as the first to go."),
         ORPHANS: gauge("Blocks in the tier that nothing can reach. Always 0."),
+        UNNEEDED_RATIO: gauge(
+            "Window blocks that no hit can use any more, as a share of a hybrid model's tier."
+        ),
         BELIEF: gauge("What the policy has learned, as a few summary figures.", "about"),
     }
 
@@ -118,10 +123,14 @@ class ManagerMetrics:
     Args:
         ledger: whose state the gauges show.
         roles: source roles that get a label of their own.
+        windows: knows which window blocks serve nothing; None unless the model is a hybrid.
     """
 
-    def __init__(self, ledger: BlockLedger, roles: Iterable[str]) -> None:
+    def __init__(
+        self, ledger: BlockLedger, roles: Iterable[str], windows: WindowUse | None = None
+    ) -> None:
         self._ledger = ledger
+        self._windows = windows
         self._role_labels: dict[str | None, tuple[str, ...]] = {role: (role,) for role in roles}
         self._role_labels[None] = (NO_ROLE,)
         self._counts: dict[tuple[str, tuple[str, ...]], int] = {}
@@ -154,8 +163,10 @@ class ManagerMetrics:
                 for role, part in by_role(tags, start, start + blocks).items():
                     self._add(name, self._role(role), part)
 
-    def decided(self, decisions: Iterable[Decision]) -> None:
+    def decided(self, decisions: Collection[Decision]) -> None:
         """The ledger decided."""
+        if self._windows is not None:
+            self._windows.decided(decisions)
         for decision in decisions:
             blocks = len(decision.keys)
             kind = decision.kind
@@ -207,6 +218,9 @@ class ManagerMetrics:
         self._show(stats, PINNED_RATIO, state.pinned / capacity if capacity else 0.0)
         self._show(stats, EXPIRED, state.expired)
         self._show(stats, ORPHANS, state.orphans)
+        if self._windows is not None:
+            unneeded = self._windows.unneeded
+            self._show(stats, UNNEEDED_RATIO, unneeded / capacity if capacity else 0.0)
         clock = self._ledger.index.clock
         if clock >= self._beliefs_at:
             self._beliefs_at = clock + _BELIEFS_EVERY

@@ -6,22 +6,18 @@ the stock one.
 """
 
 import os
-from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from typing_extensions import override
 from vllm.logger import init_logger
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 from vllm.v1.kv_offload.base import OffloadingManager, OffloadingMetricMetadata
 
 from evoke_core import ConfigError, EvokeConfig
-from evoke_vllm import metrics
+from evoke_vllm import compat, metrics
 from evoke_vllm.host import HostWorkerMixin
 from evoke_vllm.manager import EvokeOffloadingManager
 from evoke_vllm.recording import open_recorder
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 logger = init_logger(__name__)
 
@@ -44,54 +40,31 @@ class EvokeOffloadingSpec(HostWorkerMixin):
     ) -> dict[str, OffloadingMetricMetadata]:
         return {**super().build_metric_definitions(extra_config), **metrics.definitions()}
 
-    def __init__(self, vllm_config: "VllmConfig", kv_cache_config: KVCacheConfig) -> None:
-        assert vllm_config.kv_transfer_config is not None
-        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+    def __init__(self, *given: Any) -> None:
+        self._given = compat.Given.read(*given)
+        extra = self._given.extra
         self._evoke_config = load_config(extra)
-        self._store_threshold = _integer(extra, "store_threshold", 0, least=0)
-        self._max_tracker_size = _integer(extra, "max_tracker_size", 64_000, least=1)
-        _check_sizes(extra, kv_cache_config)
-        super().__init__(vllm_config, kv_cache_config)
-        if self.num_blocks < 1:
-            raise ConfigError(
-                f"cpu_bytes_to_use = {extra['cpu_bytes_to_use']!r} (from {EXTRA}) is not allowed; "
-                f"allowed: at least one block, {self.kv_bytes_per_offloaded_block} bytes"
-            )
+        self._store_threshold = integer(extra, "store_threshold", 0, least=0)
+        self._max_tracker_size = integer(extra, "max_tracker_size", 64_000, least=1)
+        check_sizes(self._given)
+        super().__init__(*given)
+        check_room(self)
         self._evoke_manager: EvokeOffloadingManager | None = None
 
     @override
     def get_manager(self) -> OffloadingManager:
         if self._evoke_manager is None:
             config = self._evoke_config
-            windows = [
-                index
-                for index, group in enumerate(self.kv_cache_config.kv_cache_groups)
-                if not isinstance(group.kv_cache_spec, FullAttentionSpec)
-            ]
-            tokens_per_block = self._tokens_per_block(windows)
             self._evoke_manager = EvokeOffloadingManager(
-                self.num_blocks,
-                enable_events=self.kv_events_config.enable_kv_cache_events,
                 store_threshold=self._store_threshold,
                 max_tracker_size=self._max_tracker_size,
-                config=config,
-                window_groups=windows,
-                tokens_per_block=tokens_per_block,
-                recorder=open_recorder(
-                    config,
-                    source=SOURCE,
-                    tokens_per_block=tokens_per_block,
-                    capacity=self.num_blocks,
-                    bytes_per_block=self.kv_bytes_per_offloaded_block,
-                    window_groups=windows,
-                    store_threshold=self._store_threshold,
-                ),
+                **manager_arguments(self, self._given, config, self._store_threshold),
             )
             logger.info(
                 "EVOKE keeps up to %d blocks of %d bytes; policy %s, w_recency %g, w_reuse %g, "
                 "recency_half_life %s, store_threshold %d",
-                self.num_blocks,
-                self.kv_bytes_per_offloaded_block,
+                compat.slots(self),
+                compat.bytes_per_slot(self),
                 config.policy,
                 config.w_recency,
                 config.w_reuse,
@@ -100,14 +73,35 @@ class EvokeOffloadingSpec(HostWorkerMixin):
             )
         return self._evoke_manager
 
-    def _tokens_per_block(self, windows: Collection[int]) -> int:
-        """Return the tokens of a block in the first group with full attention, if there is one."""
-        groups = range(len(self.gpu_block_size))
-        group = next((group for group in groups if group not in windows), 0)
-        return self.gpu_block_size[group] * self.block_size_factor
+
+def manager_arguments(
+    spec: Any, given: compat.Given, config: EvokeConfig, store_threshold: int = 0
+) -> dict[str, Any]:
+    """What a manager is told of the spec that makes it; opens the recording that it writes."""
+    group_tokens = given.group_tokens(compat.blocks_per_slot(spec))
+    full = [group for group in group_tokens if group not in given.window_groups]
+    tokens_per_block = group_tokens[(full or list(group_tokens))[0]]
+    return {
+        "num_blocks": compat.slots(spec),
+        "enable_events": spec.kv_events_config.enable_kv_cache_events,
+        "config": config,
+        "window_groups": given.window_groups,
+        "tokens_per_block": tokens_per_block,
+        "recorder": open_recorder(
+            config,
+            source=SOURCE,
+            tokens_per_block=tokens_per_block,
+            capacity=compat.slots(spec),
+            bytes_per_block=compat.bytes_per_slot(spec),
+            window_groups=sorted(given.window_groups),
+            store_threshold=store_threshold,
+        ),
+        "group_tokens": group_tokens,
+        "info": compat.info(spec),
+    }
 
 
-def load_config(extra: dict[str, Any]) -> EvokeConfig:
+def load_config(extra: Mapping[str, Any]) -> EvokeConfig:
     """Read the settings from vLLM's extra configuration and the environment.
 
     Raises:
@@ -125,7 +119,12 @@ def load_config(extra: dict[str, Any]) -> EvokeConfig:
     return config
 
 
-def _integer(extra: dict[str, Any], name: str, default: int, *, least: int) -> int:
+def integer(extra: Mapping[str, Any], name: str, default: int, *, least: int) -> int:
+    """A stock option that must be an integer of at least ``least``.
+
+    Raises:
+        ConfigError: it is something else.
+    """
     value = extra.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(
@@ -135,18 +134,22 @@ def _integer(extra: dict[str, Any], name: str, default: int, *, least: int) -> i
     return value
 
 
-def _check_sizes(extra: dict[str, Any], kv_cache_config: KVCacheConfig) -> None:
-    """Refuse sizes on which the stock spec would stop without saying why."""
-    budget = extra.get("cpu_bytes_to_use")
+def check_sizes(given: compat.Given) -> None:
+    """Refuse sizes on which the stock spec would stop without saying why.
+
+    Raises:
+        ConfigError: one of them cannot be honoured.
+    """
+    budget = given.extra.get("cpu_bytes_to_use")
     if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not budget > 0:
         raise ConfigError(
             f"cpu_bytes_to_use = {budget!r} (from {EXTRA}) is not allowed; allowed: a positive "
             "number of bytes"
         )
-    block_size = extra.get("block_size")
+    block_size = given.extra.get("block_size")
     if block_size is None:
         return
-    engine_sizes = {group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups}
+    engine_sizes = set(given.engine_block_sizes)
     if (
         isinstance(block_size, bool)
         or not isinstance(block_size, int)
@@ -158,4 +161,17 @@ def _check_sizes(extra: dict[str, Any], kv_cache_config: KVCacheConfig) -> None:
             f"block_size = {block_size!r} (from {EXTRA}) is not allowed; allowed: a multiple of "
             f"the engine's block size, {', '.join(map(str, sorted(engine_sizes)))} tokens, "
             "and only where all KV-cache groups share one"
+        )
+
+
+def check_room(spec: Any) -> None:
+    """Refuse a budget that holds no block at all.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if compat.slots(spec) < 1:
+        raise ConfigError(
+            f"cpu_bytes_to_use = {spec.extra_config['cpu_bytes_to_use']!r} (from {EXTRA}) is not "
+            f"allowed; allowed: at least one block, {compat.bytes_per_slot(spec)} bytes"
         )

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Window blocks that no hit can use are counted, exactly."""
+
+import random
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="no vLLM here: run `nox -s tests-vllm`")
+
+from vllm.v1.kv_offload.base import ReqContext, make_offload_key
+
+from evoke_core import Decision
+from evoke_vllm import metrics
+from evoke_vllm.hybrid import WindowUse
+from evoke_vllm.manager import EvokeOffloadingManager
+from tests.vllm.engine import MiniEngine
+from tests.vllm.shapes import full, window
+
+pytestmark = pytest.mark.engine
+
+
+def decision(kind: Any, content: int, group: int, reason: str = "") -> Decision:
+    key = bytes([content]) * 32 + group.to_bytes(4, "big")
+    return Decision(kind=kind, keys=[key], reason=reason, age=0, role=None, group=group)
+
+
+def test_counted_as_by_hand() -> None:
+    """Two groups of full attention, two windows; everything comes and goes at random."""
+    use = WindowUse(windows={1, 3}, full={0, 2})
+    rng = random.Random(0)
+    there: set[tuple[int, int]] = set()
+    shown = set()
+    for _ in range(3_000):
+        block = (rng.randrange(6), rng.randrange(4))
+        kind = "evicted" if block in there else "stored"
+        use.decided([decision(kind, *block, "capacity" if kind == "evicted" else "")])
+        there ^= {block}
+        unneeded = [
+            (content, group)
+            for content, group in there
+            if group in {1, 3} and not {(content, 0), (content, 2)} <= there
+        ]
+        assert use.unneeded == len(unneeded)
+        shown.add(use.unneeded)
+        if rng.random() < 0.005:
+            use.decided([decision("evicted", 9, 0, "reset")])
+            there.clear()
+            assert use.unneeded == 0
+    assert len(shown) > 5
+
+
+def test_only_for_hybrids_with_blocks_of_one_size() -> None:
+    assert WindowUse.of({1}, {0: 16, 1: 16}) is not None
+    assert WindowUse.of(set(), {0: 16}) is None
+    assert WindowUse.of({0}, {0: 16}) is None
+    assert WindowUse.of({1}, {0: 16, 1: 32}) is None
+    assert WindowUse.of({1}, {}) is None
+
+
+def test_the_share_is_reported_for_a_hybrid_model() -> None:
+    """Two window blocks are stored of a prompt whose full-attention blocks are not all there."""
+    manager = EvokeOffloadingManager(8, window_groups=[1], group_tokens={0: 4, 1: 4})
+    keys = {group: [make_offload_key(bytes([n]) * 32, group) for n in range(4)] for group in (0, 1)}
+    context = ReqContext("r")
+    manager.on_new_request(context)
+    manager.touch(keys[0], context)
+    offer = [*keys[0][:3], *keys[1][2:]]
+    assert manager.prepare_store(offer, context).keys_to_store == offer
+    manager.complete_store(set(offer), context)
+    stats: Any = manager.get_stats()
+    assert stats.data["data"][metrics.UNNEEDED_RATIO][()] == 1 / 8
+    manager.prepare_store(keys[0][3:], context)
+    manager.complete_store(set(keys[0][3:]), context)
+    stats = manager.get_stats()
+    assert stats.data["data"][metrics.UNNEEDED_RATIO][()] == 0
+
+
+def test_the_engines_groups_are_known() -> None:
+    mini = MiniEngine(16, layers=[full(), window()])
+    mini.run("abcd")
+    stats: Any = mini.manager.get_stats()
+    assert stats.data["data"][metrics.UNNEEDED_RATIO][()] == 0
+    stats = MiniEngine(16).manager.get_stats()
+    assert metrics.UNNEEDED_RATIO not in stats.data["data"]

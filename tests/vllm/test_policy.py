@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""EvokeCachePolicy where vLLM puts it: in the stock manager of the stock spec, by configuration."""
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="no vLLM here: run `nox -s tests-vllm`")
+pytest.importorskip(
+    "vllm.v1.kv_offload.cpu.policies.factory", reason="vLLM before 0.27 takes no other policy"
+)
+
+from vllm.v1.kv_offload.base import ReqContext
+from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+
+from evoke_core import ConfigError
+from evoke_vllm.policy import MAX_OPEN, EvokeCachePolicy
+from tests.vllm.engine import MiniEngine
+from tests.vllm.shapes import BLOCK, HIT
+
+pytestmark = pytest.mark.engine
+
+STOCK = {
+    "spec_name": "CPUOffloadingSpec",
+    "spec_module_path": ...,
+    "eviction_policy": "EvokeCachePolicy",
+    "cache_policy_module_path": "evoke_vllm.policy",
+}
+
+
+def stock(blocks: int, **given: Any) -> tuple[MiniEngine, EvokeCachePolicy]:
+    mini = MiniEngine(blocks, extra=STOCK, **given)
+    assert type(mini.manager) is CPUOffloadingManager
+    policy = mini.manager._policy
+    assert type(policy) is EvokeCachePolicy
+    return mini, policy
+
+
+def test_the_stock_spec_takes_it_by_configuration() -> None:
+    mini, policy = stock(20)
+    assert mini.run("abcdefgh") == 0
+    assert mini.run("abcdefgh") == 8 * BLOCK
+    assert mini.run("abcdXY") == 4 * BLOCK
+    assert len(policy.index) == 10
+    key = policy.index.candidates(20)[-1]  # the head goes last
+    view = policy.index.describe(key)
+    assert view is not None
+    assert (view.position, view.reuse) == (0, 3)
+
+
+def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EVOKE_POLICY", "lru")
+    _, policy = stock(8)
+    assert policy.index.config.policy == "lru"
+    monkeypatch.setenv("EVOKE_POLICY", "mru")
+    with pytest.raises(ConfigError, match="EVOKE_POLICY"):
+        stock(8)
+
+
+def test_tags_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EVOKE_POLICY", "scored")
+    mini, policy = stock(8)
+    mini.run("ab", params={"evoke": {"source_type": "system", "priority": 2.0}})
+    for text in ("cdef", "ghij", "klmn"):
+        mini.run(text)
+    views = map(policy.index.describe, policy.index.candidates(8))
+    assert {view.role for view in views if view is not None} == {None, "system"}
+    assert mini.run("ab") == 2 * BLOCK
+
+
+@pytest.mark.parametrize("window", [False, True])
+def test_heads_outlive_tails_under_pressure(window: bool) -> None:
+    """Whatever is evicted, what stays of a context can be restored from its head on."""
+    mini, policy = stock(12, window=window)
+    assert policy._windows == ({1} if window else set())
+    texts = ["abcd", "efgh", "ijkl", "mnop"]
+    for n in range(40):
+        mini.run(texts[mini.random.randrange(4)] + "xyz"[: n % 3])
+        for key in policy._blocks:
+            view = policy.index.describe(key)
+            assert view is not None
+            if view.group == 0 and view.position:
+                assert policy.index.parent(key) is not None
+    assert mini.restored > 0
+    assert policy.index.held == 0
+
+
+def test_exactly_n_or_none_and_then_nothing_has_changed() -> None:
+    mini, policy = stock(6)
+    mini.run("abc")
+    mini.run("xyz")
+    keys = set(policy._blocks)
+    before = policy.index.candidates(6)
+    assert policy.evict(0, set()) == []
+    assert policy.evict(7, set()) is None
+    assert policy.evict(1, keys) is None
+    assert policy.index.candidates(6) == before
+    assert set(policy._blocks) == keys
+    gone = policy.evict(1, set())
+    assert gone is not None
+    assert [key for key, _ in gone] == before[:1]
+    assert set(policy._blocks) == keys - {before[0]}
+
+
+def test_a_failed_store_leaves_nothing() -> None:
+    mini, policy = stock(6)
+    context = ReqContext("r")
+    keys: Any = [bytes([n]) * 32 + bytes(4) for n in range(3)]
+    mini.manager.on_new_request(context)
+    output = mini.manager.prepare_store(keys, context)
+    assert output.keys_to_store == keys
+    mini.manager.complete_store(keys[1:], context, success=False)
+    mini.manager.complete_store(keys[:1], context)
+    assert [mini.manager.lookup(key, context) == HIT for key in keys] == [True, False, False]
+    assert (len(policy.index), policy.index.held) == (1, 0)
+    mini.manager.reset_cache()
+    assert len(policy.index) == 0
+
+
+def test_requests_that_nobody_ends_do_not_pile_up() -> None:
+    policy = EvokeCachePolicy(4, window_groups=())
+    for n in range(MAX_OPEN + 50):
+        policy.touch([bytes([n % 256]) * 36], ReqContext(f"r{n}"))
+    assert policy.index.open_requests == MAX_OPEN
