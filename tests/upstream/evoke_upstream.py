@@ -7,7 +7,9 @@
 import importlib
 import json
 import os
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -67,7 +69,22 @@ def _manager(slots: int, **given: Any) -> Any:
     from evoke_core import EvokeConfig
     from evoke_vllm.manager import EvokeOffloadingManager
 
-    return EvokeOffloadingManager(slots, config=EvokeConfig(policy="lru"), **given)
+    config = EvokeConfig(policy="lru")
+    return EvokeOffloadingManager(slots, config=config, window_groups=_windows(), **given)
+
+
+def _windows() -> list[int]:
+    """What an engine would say: the windows among the groups of the test that makes a manager."""
+    from evoke_vllm import compat
+
+    frame = sys._getframe(1)
+    while frame is not None:
+        groups = frame.f_locals.get("groups")
+        if isinstance(groups, list) and groups and hasattr(groups[0], "kv_cache_spec"):
+            made: Any = SimpleNamespace(kv_cache_groups=groups)
+            return sorted(compat._windows(made))
+        frame = frame.f_back  # type: ignore[assignment]
+    return []
 
 
 def _put_manager() -> None:

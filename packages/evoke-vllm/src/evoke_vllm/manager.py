@@ -237,15 +237,22 @@ class EvokeOffloadingManager(OffloadingManager):
         # Like the stock manager, a reset announces nothing: the connector drops its own records.
         events = [
             OffloadingEvent(
-                keys=cast(list[OffloadKey], decision.keys),
+                keys=cast(list[OffloadKey], keys),
                 medium=compat.CPU_MEDIUM,
                 **compat.EVENT_KINDS[decision.kind],
             )
             for decision in self._events
             if decision.kind in compat.EVENT_KINDS and decision.reason != "reset"
+            if (keys := self._told(decision))
         ]
         self._events.clear()
         return events
+
+    def _told(self, decision: Decision) -> list[bytes]:
+        """The blocks an event names: of a failed write those that nobody writes again by now."""
+        if decision.kind == "aborted":
+            return [key for key in decision.keys if key not in self.ledger.index]
+        return decision.keys
 
     def config_info(self) -> Sequence[Mapping[str, Any]]:
         """Facts of the configuration (vLLM 0.33 and later)."""

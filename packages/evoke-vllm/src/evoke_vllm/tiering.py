@@ -59,6 +59,7 @@ class EvokePrimaryTier(EvokeOffloadingManager):
     def __init__(self, memory: Any, **given: Any) -> None:
         super().__init__(**given)
         self._memory = memory
+        self._num_chunks = self._num_blocks = self.ledger.capacity  # the tiering manager's metrics
         self._looked: dict[str, list[OffloadKey] | None] = {}  # None: its chain has been named
 
     @override
