@@ -77,7 +77,7 @@ def engine_of(vllm: str) -> str:
 
 def engine_groups(engine: str) -> tuple[str, ...]:
     """The dependency groups that an engine's environment holds besides the engine."""
-    return ("test", "upstream", *(("bench",) if engine == ENGINE else ()))
+    return ("test", "upstream", *(("bench",) if engine in (ENGINE, STOCK) else ()))
 
 
 def engine_python(session: nox.Session, engine: str = ENGINE) -> str:
@@ -428,7 +428,7 @@ def replay_lmcache(session: nox.Session) -> None:
 def lock(session: nox.Session) -> None:
     """Pin what the engines' environments hold. `-- [ENGINE] --upgrade` takes the newest."""
     groups = {engine_of(version): engine_groups(engine_of(version)) for version in VLLMS}
-    groups |= {STOCK: ("test",)}
+    groups |= {STOCK: engine_groups(STOCK)}
     groups |= {f"lmcache-{version}": ("test", "upstream-lmcache") for version in LMCACHES}
     if session.posargs and session.posargs[0] in groups:
         engine = session.posargs.pop(0)
