@@ -14,8 +14,7 @@ from evoke_core import Decision
 from evoke_vllm import metrics
 from evoke_vllm.hybrid import WindowUse
 from evoke_vllm.manager import EvokeOffloadingManager
-from tests.vllm.engine import MiniEngine
-from tests.vllm.shapes import full, window
+from tests.vllm.shapes import create_spec, full, window
 
 pytestmark = pytest.mark.engine
 
@@ -77,9 +76,7 @@ def test_the_share_is_reported_for_a_hybrid_model() -> None:
 
 
 def test_the_engines_groups_are_known() -> None:
-    mini = MiniEngine(16, layers=[full(), window()])
-    mini.run("abcd")
-    stats: Any = mini.manager.get_stats()
+    stats: Any = create_spec(layers=[full(), window()]).get_manager().get_stats()
     assert stats.data["data"][metrics.UNNEEDED_RATIO][()] == 0
-    stats = MiniEngine(16).manager.get_stats()
+    stats = create_spec().get_manager().get_stats()
     assert metrics.UNNEEDED_RATIO not in stats.data["data"]

@@ -49,10 +49,10 @@ class WindowUse:
                 self._moved(decision, -1)
 
     def _moved(self, decision: Decision, by: int) -> None:
-        window = decision.group in self._windows
-        counts = self._window_blocks if window else self._full_blocks
-        for key in decision.keys:
-            content = key[:-4]
+        for key in decision.keys:  # one decision may be about blocks of several groups
+            content, group = key[:-4], int.from_bytes(key[-4:], "big")
+            window = group in self._windows
+            counts = self._window_blocks if window else self._full_blocks
             before = counts.get(content, 0)
             counts[content] = before + by
             if not counts[content]:
