@@ -12,6 +12,7 @@ Keys are `path + group` (see `key_of`), so that a test can read a key and know i
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, NamedTuple, Protocol
 from unittest import mock
 
@@ -213,14 +214,19 @@ class IndexTier:
 
 
 class LedgerTier:
-    """A `BlockLedger` (or its reference), called directly."""
+    """A `BlockLedger` (or its reference), called directly.
+
+    `at_once`: an offer of several pieces is taken as vLLM's is, in one call: all of it is named
+    before any is stored, so that no piece makes room for another.
+    """
 
     admits = holds = owns_slots = tickets = positions = explains = True
     opens_strangers = own_clock = False
 
-    def __init__(self, ledger: Any) -> None:
+    def __init__(self, ledger: Any, *, at_once: bool = False) -> None:
         self.ledger = ledger
         self.index = ledger.index
+        self._at_once = at_once
         self._unread: list[Any] = []  # decisions that `events` has still to tell
 
     def open(self, request_id: str, raw_tags: object, now: float | None) -> None:
@@ -238,6 +244,14 @@ class LedgerTier:
 
     def store(self, request_id: str, offers: Sequence[Offer]) -> Stored:
         stored = Stored()
+        if self._at_once:
+            for group, start, keys in offers:
+                self.ledger.touch(request_id, keys, group=group, start=start)
+            offers = [
+                Offer(group, same[0].start, [key for offer in same for key in offer.keys])
+                for group, part in groupby(offers, lambda offer: offer.group)
+                if (same := list(part))
+            ]
         for group, start, keys in offers:
             got = self.ledger.reserve(request_id, keys, group=group, start=start)
             stored.keys += got.keys

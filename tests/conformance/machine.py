@@ -837,7 +837,7 @@ class VllmMachine(ConformanceMachine):
             config=setup.config,
             window_groups=tuple(sorted(setup.rules.window_groups)),
         )
-        return VllmTier(manager), _reference_ledger(setup)
+        return VllmTier(manager), _reference_ledger(setup, at_once=True)
 
 
 class PolicyMachine(ConformanceMachine):
@@ -853,11 +853,11 @@ class PolicyMachine(ConformanceMachine):
         return PolicyTier(policy, setup.capacity), model
 
 
-def _reference_ledger(setup: Setup) -> LedgerTier:
+def _reference_ledger(setup: Setup, *, at_once: bool = False) -> LedgerTier:
     ledger = ReferenceLedger(
         setup.capacity,
         setup.rules,
         store_threshold=setup.store_threshold,
         learner=setup.policy(),
     )
-    return LedgerTier(ledger)
+    return LedgerTier(ledger, at_once=at_once)
