@@ -39,7 +39,7 @@ def vllm_out_of_the_collectors_sight() -> Iterator[None]:
                 pytest.mark.engine,
                 pytest.mark.xfail(
                     run=False,
-                    reason="differs from the reference where offers mix groups, tags and loads: open",
+                    reason="differs from the reference where groups, tags and loads mix: open",
                 ),
             ],
         ),
