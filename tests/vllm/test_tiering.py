@@ -111,6 +111,7 @@ def test_a_promotion_that_does_not_fit_is_a_miss_and_not_a_loop(engines: Any) ->
         small.step()
         if request.is_finished():
             break
+        time.sleep(0.002)  # whether a file is there is looked up in the background, too
     assert request.is_finished()
     small.finish_transfers()
     assert small.hits.get("r", 0) <= 3 * BLOCK
