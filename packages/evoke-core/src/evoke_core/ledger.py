@@ -16,7 +16,7 @@ Guarantees, beyond the index's:
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Sequence
 from enum import Enum
-from itertools import groupby
+from itertools import chain, groupby, repeat, starmap
 from typing import Literal
 
 from attrs import evolve, frozen
@@ -454,7 +454,8 @@ class BlockLedger:
         """Return the source role of each block where a request gave parts of itself their own."""
         if not tags.spans or group in self._window_groups:
             return {}
-        return {key: tags.role_at(position) for position, key in enumerate(keys, start)}
+        parts = tags.roles(start, start + len(keys))
+        return dict(zip(keys, chain.from_iterable(starmap(repeat, parts)), strict=True))
 
     def _missing(self, keys: Iterable[bytes]) -> list[bytes]:
         ready, pending = self._ready, self._pending

@@ -185,7 +185,7 @@ class LeafOrder:
 
         def offer(entry: LeafEntry, key: Hashable, source: RankClass | None, room: int) -> None:
             run = entry[-1]
-            if source is self._expired or run.expired:
+            if run.expired:
                 tier, score = _EXPIRED, -math.inf
             else:
                 tier = _OVER_SHARE if excess.get(run.terms.owner, 0) > 0 else _ORDINARY

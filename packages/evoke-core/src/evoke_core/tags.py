@@ -6,7 +6,7 @@ reported as a :class:`TagProblem`; the adapter counts problems and warns once pe
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from attrs import field, fields, frozen
@@ -100,12 +100,22 @@ class RequestTags:
             raw = {**flat, **(raw or {})}
         return cls.parse(raw, tokens_per_block=tokens_per_block)
 
-    def role_at(self, position: int) -> str | None:
-        """Return the source role of the block at ``position``."""
+    def roles(self, start: int, end: int) -> Iterator[tuple[str | None, int]]:
+        """Yield the source roles of the blocks from ``start`` to ``end - 1``, each with how many.
+
+        In order; blocks beside each other may be told apart although their roles are the same.
+        """
+        at = start
         for span in self.spans:
-            if span.start <= position < span.end and span.source_type is not None:
-                return span.source_type
-        return self.source_type
+            low, high = max(span.start, at), min(span.end, end)
+            if high <= low:
+                continue
+            if low > at:
+                yield self.source_type, low - at
+            yield self.source_type if span.source_type is None else span.source_type, high - low
+            at = high
+        if end > at:
+            yield self.source_type, end - at
 
     @property
     def in_seconds(self) -> tuple[str, ...]:

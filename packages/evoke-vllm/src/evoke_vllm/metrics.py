@@ -249,22 +249,10 @@ class ManagerMetrics:
 
 def by_role(tags: RequestTags, start: int, end: int) -> Mapping[str | None, int]:
     """Count the blocks at positions ``start`` to ``end - 1`` by the role a request gave them."""
-    if not tags.spans:
-        return {tags.source_type: end - start}
-    roles: dict[str | None, int] = {}
-    at = start
-    for span in tags.spans:
-        low, high = max(span.start, at), min(span.end, end)
-        if high <= low:
-            continue
-        if low > at:
-            roles[tags.source_type] = roles.get(tags.source_type, 0) + low - at
-        role = tags.source_type if span.source_type is None else span.source_type
-        roles[role] = roles.get(role, 0) + high - low
-        at = high
-    if end > at:
-        roles[tags.source_type] = roles.get(tags.source_type, 0) + end - at
-    return roles
+    counts: dict[str | None, int] = {}
+    for role, blocks in tags.roles(start, end):
+        counts[role] = counts.get(role, 0) + blocks
+    return counts
 
 
 class _Thinned:
