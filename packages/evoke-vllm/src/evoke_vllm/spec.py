@@ -12,6 +12,7 @@ from typing import Any
 from typing_extensions import override
 from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import OffloadingManager, OffloadingMetricMetadata
+from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from evoke_core import ConfigError, EvokeConfig
 from evoke_vllm import compat, metrics
@@ -26,12 +27,8 @@ CONFIG_KEY = "evoke"
 SOURCE = f"{EXTRA}['{CONFIG_KEY}']"
 
 
-class EvokeOffloadingSpec(HostWorkerMixin):
-    """vLLM's CPU offloading tier with EVOKE deciding what it keeps.
-
-    Raises:
-        ConfigError: a setting that cannot be honoured, in one line.
-    """
+class MetricsMixin(CPUOffloadingSpec):
+    """Announces the manager's metrics beside the stock spec's; mixed in ahead of it."""
 
     @classmethod
     @override
@@ -39,6 +36,14 @@ class EvokeOffloadingSpec(HostWorkerMixin):
         cls, extra_config: dict[str, Any]
     ) -> dict[str, OffloadingMetricMetadata]:
         return {**super().build_metric_definitions(extra_config), **metrics.definitions()}
+
+
+class EvokeOffloadingSpec(MetricsMixin, HostWorkerMixin):
+    """vLLM's CPU offloading tier with EVOKE deciding what it keeps.
+
+    Raises:
+        ConfigError: a setting that cannot be honoured, in one line.
+    """
 
     def __init__(self, *given: Any) -> None:
         self._given = compat.Given.read(*given)

@@ -24,7 +24,6 @@ from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
     OffloadingManager,
-    OffloadingMetricMetadata,
     OffloadKey,
     PrepareStoreOutput,
     ReqContext,
@@ -33,11 +32,12 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from evoke_core import ConfigError
 from evoke_core.index import MAX_OPEN_REQUESTS
-from evoke_vllm import chains, compat, metrics
+from evoke_vllm import chains, compat
 from evoke_vllm.host import HostWorkerMixin
 from evoke_vllm.manager import EvokeOffloadingManager
 from evoke_vllm.spec import (
     EXTRA,
+    MetricsMixin,
     check_room,
     check_sizes,
     integer,
@@ -60,7 +60,8 @@ class EvokePrimaryTier(EvokeOffloadingManager):
         super().__init__(**given)
         self._memory = memory
         self._num_chunks = self._num_blocks = self.ledger.capacity  # the tiering manager's metrics
-        self._looked: dict[str, list[OffloadKey] | None] = {}  # None: its chain has been named
+        # In order; None: the request's chain has been named.
+        self._looked: dict[str, dict[OffloadKey, None] | None] = {}
 
     @override
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> Any:
@@ -68,9 +69,9 @@ class EvokePrimaryTier(EvokeOffloadingManager):
         if not compat.HAS_POSITIONS:
             while len(self._looked) >= MAX_OPEN_REQUESTS:  # an engine that never ends them
                 del self._looked[next(iter(self._looked))]
-            looked = self._looked.setdefault(req_context.req_id, [])
-            if looked is not None and key not in looked:
-                looked.append(key)
+            looked = self._looked.setdefault(req_context.req_id, {})
+            if looked is not None:
+                looked[key] = None
         return super().lookup(key, req_context)
 
     @override
@@ -120,19 +121,12 @@ class EvokePrimaryTier(EvokeOffloadingManager):
         self._memory.shutdown()
 
 
-class EvokeTieringSpec(HostWorkerMixin, TieringOffloadingSpec):
+class EvokeTieringSpec(MetricsMixin, HostWorkerMixin, TieringOffloadingSpec):
     """vLLM's tiering with EVOKE deciding what the primary tier keeps.
 
     Raises:
         ConfigError: a setting that cannot be honoured, in one line.
     """
-
-    @classmethod
-    @override
-    def build_metric_definitions(
-        cls, extra_config: dict[str, Any]
-    ) -> dict[str, OffloadingMetricMetadata]:
-        return {**super().build_metric_definitions(extra_config), **metrics.definitions()}
 
     def __init__(self, *given: Any) -> None:
         self._given = compat.Given.read(*given)
