@@ -71,7 +71,6 @@ class EvokeServerModule:
         self._starts_over = 0
         self._burst = 0.0
         self._written = 0
-        self._dropped_seen = 0
         self._lost = False
         self._lookups: deque[tuple[Any, float, int]] = deque()
         self._over: set[str] = set()
