@@ -3,15 +3,14 @@
 A command's module is imported only when the command is called: they need different environments.
 """
 
-import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from types import FrameType
 
 import click
 
-_INTERRUPTED = 130
+from bench.entry import run
+
 _FORWARD = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
@@ -36,24 +35,7 @@ _add("replay", "bench.replay.cli", "What each policy keeps of recorded and gener
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 2 for what cannot be right, 130 when interrupted."""
-    signal.signal(signal.SIGTERM, _end)
-    try:
-        cli.main(args, prog_name="python -m bench", standalone_mode=False)
-    except click.exceptions.NoArgsIsHelpError as error:
-        error.show()
-        return error.exit_code
-    except click.ClickException as error:
-        click.echo(f"Error: {error.format_message()}", err=True)
-        return error.exit_code
-    except click.Abort:
-        click.echo("Interrupted.", err=True)
-        return _INTERRUPTED
-    return 0
-
-
-def _end(number: int, frame: FrameType | None) -> None:
-    """Turn SIGTERM into an exception, so that servers are ended on the way out."""
-    raise KeyboardInterrupt
+    return run(cli, "bench", args)
 
 
 if __name__ == "__main__":

@@ -4,14 +4,13 @@ Exit codes: 0 the gate passes, 1 it fails, is broken or could not be run, 2 for 
 right (an option, a profile, a path), 130 when interrupted.
 """
 
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
 import click
 
+from bench.entry import run
 from bench.errors import UsageProblem
 from bench.progress import Reporter, make_console
 from bench.serving.model import check_model_folder, prepare_model
@@ -27,7 +26,6 @@ from gates.run import VERDICT, plan_lines, rederive, run_gate, summary
 from gates.tiny_model import prepare_tiny_model
 from gates.workload import Encode
 
-_INTERRUPTED = 130
 _PATH = click.Path(path_type=Path)
 _profile = click.option(
     "--profile",
@@ -228,24 +226,7 @@ def _publish(source: Path, target: Path) -> None:
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
-    signal.signal(signal.SIGTERM, _end)
-    try:
-        result = cli.main(args, prog_name="python -m gates", standalone_mode=False)
-    except click.exceptions.NoArgsIsHelpError as error:
-        error.show()
-        return error.exit_code
-    except click.ClickException as error:
-        click.echo(f"Error: {error.format_message()}", err=True)
-        return error.exit_code
-    except click.Abort:
-        click.echo("Interrupted.", err=True)
-        return _INTERRUPTED
-    return result or 0
-
-
-def _end(number: int, frame: FrameType | None) -> None:
-    """Turn SIGTERM into an exception, so that servers are ended on the way out."""
-    raise KeyboardInterrupt
+    return run(cli, "gates", args)
 
 
 if __name__ == "__main__":

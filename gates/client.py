@@ -7,14 +7,12 @@ one request must send requests one at a time and read `counters` between them.
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import httpx
-from prometheus_client.parser import text_string_to_metric_families
 
 from bench.errors import BenchError
-from bench.serving.server import SERVED_NAME, Server
+from bench.serving.client import Connection, greedy
 
 _SETTLE_S = 5.0
 _POLL_S = 0.02
@@ -53,24 +51,8 @@ class Counters:
     restored_bytes: int = 0
 
 
-class GateClient:
-    """Talks to `server`; a context manager that closes connections."""
-
-    def __init__(self, server: Server, *, timeout_s: float = 300.0, connections: int = 4) -> None:
-        self._server = server
-        limits = httpx.Limits(max_connections=connections)
-        self._http = httpx.Client(base_url=server.url, timeout=timeout_s, limits=limits)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._http.close()
+class GateClient(Connection):
+    """Asks a server, and reads what it counted."""
 
     def ask(
         self,
@@ -82,17 +64,7 @@ class GateClient:
 
         Raises Unanswered, with one line that says why.
         """
-        body: dict[str, Any] = {
-            "model": SERVED_NAME,
-            "prompt": list(prompt),
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "logprobs": 1,
-            "return_token_ids": True,
-        }
-        if kv_transfer_params is not None:
-            body["kv_transfer_params"] = kv_transfer_params
+        body = greedy(prompt, max_tokens, kv_transfer_params, logprobs=1)
         try:
             response = self._http.post("/v1/completions", json=body)
         except httpx.HTTPError as error:
@@ -147,19 +119,12 @@ class GateClient:
     def metrics(self) -> dict[str, float]:
         """Return every counter and gauge by its name, summed over labels."""
         values: dict[str, float] = {}
-        for family in text_string_to_metric_families(self.request("GET", "/metrics").text):
+        for family in self.families():
             if family.type in ("counter", "gauge", "unknown"):
                 for sample in family.samples:
                     if not sample.name.endswith("_created"):
                         values[sample.name] = values.get(sample.name, 0.0) + sample.value
         return values
-
-    def request(self, method: str, path: str) -> httpx.Response:
-        """Send a request without a body; BenchError where it fails."""
-        try:
-            return self._http.request(method, path).raise_for_status()
-        except httpx.HTTPError as error:
-            raise self._server.failure(f"{method} {path} failed ({error})") from None
 
     def alive(self) -> bool:
         """Tell whether the server answers its health check."""

@@ -7,12 +7,13 @@ counters account for exactly this request's prompt, so a difference never mixes 
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
 import httpx
+from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.errors import BenchError
@@ -57,12 +58,13 @@ class Completion:
     cache: CacheCounters
 
 
-class Client:
-    """Sends requests to `server`, one at a time; a context manager that closes connections."""
+class Connection:
+    """HTTP to `server`, `connections` at a time; a context manager that closes them."""
 
-    def __init__(self, server: Server, *, timeout_s: float = 300.0) -> None:
+    def __init__(self, server: Server, *, timeout_s: float = 300.0, connections: int = 4) -> None:
         self._server = server
-        self._http = httpx.Client(base_url=server.url, timeout=timeout_s)
+        limits = httpx.Limits(max_connections=connections)
+        self._http = httpx.Client(base_url=server.url, timeout=timeout_s, limits=limits)
 
     def __enter__(self) -> Self:
         return self
@@ -75,6 +77,42 @@ class Client:
     ) -> None:
         self._http.close()
 
+    def request(self, method: str, path: str) -> httpx.Response:
+        """Send a request without a body; BenchError, naming the server's state, where it fails."""
+        try:
+            return self._http.request(method, path).raise_for_status()
+        except httpx.HTTPError as error:
+            raise self._server.failure(f"{method} {path} failed ({error})") from None
+
+    def families(self) -> Iterable[Metric]:
+        """Return the server's metrics."""
+        return text_string_to_metric_families(self.request("GET", "/metrics").text)
+
+
+def greedy(
+    prompt: Sequence[int],
+    max_tokens: int,
+    kv_transfer_params: Mapping[str, Any] | None,
+    **more: Any,
+) -> dict[str, Any]:
+    """Return the body that asks for exactly `max_tokens` greedy tokens, as ids."""
+    body = {
+        "model": SERVED_NAME,
+        "prompt": list(prompt),
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        **more,
+    }
+    if kv_transfer_params is not None:
+        body["kv_transfer_params"] = kv_transfer_params
+    return body
+
+
+class Client(Connection):
+    """Sends requests to a server, one at a time."""
+
     def complete(
         self,
         prompt: Sequence[int],
@@ -86,17 +124,7 @@ class Client:
         Raises BenchError, naming the server's state, when the answer breaks off.
         """
         before = self.counters()
-        body: dict[str, Any] = {
-            "model": SERVED_NAME,
-            "prompt": list(prompt),
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "return_token_ids": True,
-        }
-        if kv_transfer_params is not None:
-            body["kv_transfer_params"] = kv_transfer_params
+        body = greedy(prompt, max_tokens, kv_transfer_params, stream=True)
         started = time.perf_counter()
         ttft_s = 0.0
         token_ids: list[int] = []
@@ -112,7 +140,7 @@ class Client:
     def counters(self) -> CacheCounters:
         """Return the server's cache counters since it started."""
         counts = dict.fromkeys(_COUNTERS.values(), 0)
-        for family in text_string_to_metric_families(self._request("GET", "/metrics").text):
+        for family in self.families():
             for sample in family.samples:
                 if sample.name in _COUNTERS:
                     counts[_COUNTERS[sample.name]] += int(sample.value)
@@ -124,7 +152,7 @@ class Client:
         Empty if the server has another tier, or none.
         """
         counts: dict[str, tuple[int, int]] = {}
-        for family in text_string_to_metric_families(self._request("GET", "/metrics").text):
+        for family in self.families():
             for sample in family.samples:
                 role = sample.labels.get("source_role", "")
                 asked, found = counts.get(role, (0, 0))
@@ -147,12 +175,6 @@ class Client:
                     f"{prompt_tokens}: is somebody else using it?"
                 )
             time.sleep(0.05)
-
-    def _request(self, method: str, path: str) -> httpx.Response:
-        try:
-            return self._http.request(method, path).raise_for_status()
-        except httpx.HTTPError as error:
-            raise self._server.failure(f"{method} {path} failed ({error})") from None
 
     def _stream(self, body: dict[str, Any]) -> Iterator[list[int]]:
         """Yield the token ids of each streamed item that has any."""

@@ -5,11 +5,11 @@ tier if it was asked before. A prompt that starts with 13 crashes the "engine" m
 """
 
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from tests.listening import Quiet, listening
 
 
 class FakeEngine:
@@ -53,12 +53,12 @@ class FakeEngine:
 def serving(engine: FakeEngine) -> Iterator[str]:
     """Serve `engine` on a free port; yields its address."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(Quiet):
         def do_GET(self) -> None:
-            self._answer(engine.metrics() if self.path == "/metrics" else "")
+            self.answer(engine.metrics() if self.path == "/metrics" else "")
 
         def do_POST(self) -> None:
-            self._complete(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self._complete(self.body())
 
         def _complete(self, body: dict[str, Any]) -> None:
             engine.bodies.append(body)
@@ -70,24 +70,7 @@ def serving(engine: FakeEngine) -> Iterator[str]:
             if body["prompt"][0] == 13:
                 items[1:] = [{"error": {"message": "engine died"}}]
             lines = [f"data: {json.dumps(item)}\n\n" for item in items]
-            self._answer("".join(lines) + "data: [DONE]\n\n")
+            self.answer("".join(lines) + "data: [DONE]\n\n")
 
-        def _answer(self, text: str) -> None:
-            content = text.encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with listening(Handler) as address:
+        yield address

@@ -6,11 +6,11 @@ one in `deadly` ends the server's life: from then on every request fails.
 """
 
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from tests.listening import Quiet, listening
 
 BLOCK_BYTES = 1000
 
@@ -75,31 +75,13 @@ class FakeEngine:
 def serving(engine: FakeEngine) -> Iterator[str]:
     """Serve `engine` on a free port; yields its address."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(Quiet):
         def do_GET(self) -> None:
-            self._answer(500 if engine.dead else 200, engine.metrics())
+            self.answer(engine.metrics(), 500 if engine.dead else 200)
 
         def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            status, content = engine.complete(body)
-            self._answer(status, json.dumps(content))
+            status, content = engine.complete(self.body())
+            self.answer(json.dumps(content), status)
 
-        def _answer(self, status: int, text: str) -> None:
-            content = text.encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with listening(Handler) as address:
+        yield address
