@@ -15,38 +15,24 @@ tick. Seconds matter only where a client spoke of them, and pass only in ``open`
 groups form chains; blocks of ``window_groups`` (sliding window, Mamba) stand alone, parentless.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
-from itertools import pairwise
 
-from attrs import evolve, frozen
+from attrs import frozen
 
 from evoke_core.config import EvokeConfig
-from evoke_core.forest import NOTHING, Forest, tail_length
-from evoke_core.ghosts import GhostMemory
-from evoke_core.half_life import HalfLife
-from evoke_core.history import History, Past
+from evoke_core.forest import NOTHING, tail_length
+from evoke_core.histories import Histories, Reuse
 from evoke_core.order import Reason, Step
-from evoke_core.pace import Pace
 from evoke_core.policies import POLICIES, Policy
-from evoke_core.promises import due_in
 from evoke_core.requests import Chain, OpenRequest, claims_of
-from evoke_core.runs import MAX_REUSE, Run, shared_length
+from evoke_core.runs import Run, shared_length
 from evoke_core.tags import UNTAGGED, RequestTags
-from evoke_core.terms import NO_TERMS
 
 MAX_OPEN_REQUESTS = 65_536
 """Beyond it the oldest open request is closed: an adapter that never closes must not leak."""
 
 CAPACITY = "capacity"
 """The reason of evictions that make room; only these are remembered as ghosts."""
-
-MAX_REUSES = 4_096
-"""Uses of resident blocks kept for a reader; older ones are dropped when nobody drains them."""
-
-Reuse = tuple[int, int, str | None]
-"""Requests since the blocks' last touch, how many blocks, their source role until then."""
 
 _SIGNAL_STEPS = 64
 
@@ -117,22 +103,15 @@ class RetentionIndex:
         capacity: int | None = None,
     ) -> None:
         self.config = EvokeConfig() if config is None else config
-        self.clock = 0
-        self._policy = policy or POLICIES[self.config.policy](self.config)
-        self._forest = Forest(self._policy)
-        self._runs = self._forest.runs
-        self._window_groups = frozenset(window_groups)
-        self._half_life = HalfLife.of(self.config.recency_half_life)
-        self._ghosts = GhostMemory(self._forget_ghosts)
-        self._capacity = capacity
-        self._pace = Pace()
-        self._reuses: deque[Reuse] = deque(maxlen=MAX_REUSES)
         self.times_ignored = 0
-        self._peak = 0
+        self._window_groups = frozenset(window_groups)
+        self._policy = policy or POLICIES[self.config.policy](self.config)
+        self._histories = Histories(self.config, self._policy, self._window_groups, capacity)
+        self._forest = self._histories.forest
+        self._runs = self._forest.runs
         self._named = 0
         self._ever_full = False
         self._requests: dict[str, OpenRequest] = {}
-        self._open_ticks: set[int] = set()
 
     # --- requests ---
 
@@ -144,17 +123,13 @@ class RetentionIndex:
         self.close(request_id)
         if len(self._requests) >= MAX_OPEN_REQUESTS:
             self.close(next(iter(self._requests)))
-        self.clock += 1
-        if now is not None:
-            self._pace.arrived(now)
-            for run in self._forest.due(self._pace.now):
-                self._forest.rerank(run, partial(self._pass_deadline, run))
-        else:
+        self._histories.tick(now)
+        if now is None:
             self.times_ignored += len(tags.in_seconds)
-        whole, claims = claims_of(tags, self.config.source_floors, now, self._pace.per_second)
+        per_second = self._histories.pace.per_second
+        whole, claims = claims_of(tags, self.config.source_floors, now, per_second)
         self._requests[request_id] = OpenRequest(request_id, self.clock, tags, whole, claims)
-        self._open_ticks.add(self.clock)
-        rescored = self._policy.advance(self.clock, self._peak)
+        rescored = self._policy.advance(self.clock, self._histories.peak)
         self._forest.advance(self.clock, rescored=rescored)
 
     def close(self, request_id: str) -> None:
@@ -164,10 +139,7 @@ class RetentionIndex:
         """
         request = self._requests.pop(request_id, None)
         if request is not None:
-            self._open_ticks.discard(request.tick)
-            if request.tags.end_of_session and request.tags.session is not None:
-                for run in list(self._forest.sessions.runs(request.tags.session)):
-                    self._forest.rerank(run, partial(self._expire, run))
+            self._histories.closed(request)
 
     def is_open(self, request_id: str) -> bool:
         return request_id in self._requests
@@ -211,7 +183,7 @@ class RetentionIndex:
         if request is None:
             return []
         missing = self._missing(request, keys, group, start)
-        return self._file(request, self._draft(request, group, missing), hold=False)
+        return self._file(request, self._histories.draft(request, group, missing), hold=False)
 
     def admit(
         self, request_id: str, keys: Sequence[bytes], room: int, *, group: int = 0, start: int = 0
@@ -231,7 +203,7 @@ class RetentionIndex:
         if self._policy.admits:
             if shortage > 0:
                 self._note_overflow()
-            drafts = self._draft(request, group, missing)
+            drafts = self._histories.draft(request, group, missing)
             refused, evicted = self._compete(drafts, shortage, request_id)
         else:
             session = request.tags.session
@@ -239,7 +211,7 @@ class RetentionIndex:
             evicted = self._make_room(shortage, request_id, incoming)
             shortage -= sum(len(batch.keys) for batch in evicted)
             refused = _cut(missing, shortage)
-            drafts = self._draft(request, group, missing)
+            drafts = self._histories.draft(request, group, missing)
         return Admission(self._file(request, drafts, hold=True), refused, evicted)
 
     def drop(self, key: bytes, reason: str = "engine") -> bool:
@@ -254,7 +226,7 @@ class RetentionIndex:
             self._note_overflow()
         run = self._forest.remove(key)
         if reason == CAPACITY:
-            self._remember([key], run)
+            self._histories.remember([key], run)
         else:
             self._policy.forget(run, 1)
         return True
@@ -287,10 +259,8 @@ class RetentionIndex:
 
     def clear(self) -> None:
         """Forget blocks, holds and ghosts; open requests stay and count anew."""
-        self._forest.clear()
-        self._ghosts.clear()
+        self._histories.clear()
         self._policy.clear()
-        self._half_life.restart(self.clock)
         for request in self._requests.values():
             for chain in request.chains.values():
                 chain.recount()
@@ -344,14 +314,19 @@ class RetentionIndex:
         return len(self._runs)
 
     @property
+    def clock(self) -> int:
+        """The number of requests opened so far."""
+        return self._histories.clock
+
+    @property
     def half_life(self) -> float:
         """The half-life in force, in requests."""
-        return self._half_life.value
+        return self._histories.half_life.value
 
     @property
     def ghosts(self) -> int:
         """How many evicted blocks are remembered."""
-        return len(self._ghosts)
+        return len(self._histories.ghosts)
 
     @property
     def held(self) -> int:
@@ -376,7 +351,7 @@ class RetentionIndex:
     @property
     def now(self) -> float:
         """The latest time handed in, in seconds; minus infinity before that."""
-        return self._pace.now
+        return self._histories.now
 
     def beliefs(self) -> Mapping[str, float]:
         """Return a few figures that sum up what the policy has learned, by name."""
@@ -384,8 +359,8 @@ class RetentionIndex:
 
     def drain_reuses(self) -> list[Reuse]:
         """Return the uses of resident blocks since the last call, at most the latest few."""
-        found = list(self._reuses)
-        self._reuses.clear()
+        found = list(self._histories.reuses)
+        self._histories.reuses.clear()
         return found
 
     def parent(self, key: bytes) -> bytes | None:
@@ -453,50 +428,6 @@ class RetentionIndex:
             return [(0, keys)] if keys else []
         return request.chain(group).locate(keys)
 
-    # --- history, run by run ---
-
-    def _remember(self, keys: list[bytes], history: History) -> None:
-        limit = int(self.config.ghost_factor * self._peak) + self._policy.ghosts_at_least
-        self._ghosts.remember(keys, Past.of(history), limit)
-
-    def _note_overflow(self) -> None:
-        """Room is about to be made: a turnover may be complete, and the first time the policy
-        learns how large the pool is."""
-        if not self._ever_full:
-            self._ever_full = True
-            self._policy.begin(self._peak, self._named / max(1, self.clock))
-            self._forest.advance(self.clock, rescored=True)
-        self._half_life.note_eviction(len(self._runs), self.clock)
-
-    def _count(self, run: Run, request: OpenRequest) -> None:
-        """Add ``request`` to the history of all of ``run``."""
-
-        claim = request.whole if run.windowed else request.claim(run.start)
-        blocks = len(run.keys)
-
-        def change() -> None:
-            if run.owed:  # by the first use in time; the next promise may be this request's
-                self._policy.settled(run, blocks, True)
-            run.owed = self.now < claim.terms.holds_until >= run.terms.holds_until
-            self._reuses.append((max(0, request.tick - run.last), blocks, run.role))
-            run.gap = self._policy.used(run, request.tick, blocks)
-            run.last = max(run.last, request.tick)
-            run.reuse = min(run.reuse + 1, MAX_REUSE)
-            run.reused = True
-            if claim.floor >= run.floor or self._lapsed(run.floor_tick):
-                run.floor, run.floor_tick, run.role = claim.floor, request.tick, claim.role
-            if claim.priority >= run.priority or self._lapsed(run.priority_tick):
-                run.priority, run.priority_tick = claim.priority, request.tick
-            if run.terms is not NO_TERMS or claim.terms is not NO_TERMS:
-                run.terms = run.terms.joined(claim.terms)
-                self._judge(run)
-            if request.tags.pinned and not run.expired:
-                run.pinned = True
-                self._forest.pin(run, request.tick)
-            self._policy.entered(run, blocks)
-
-        self._forest.rerank(run, change)
-
     def _advance(self, request: OpenRequest, chain: Chain, end: int) -> None:
         """Count ``request`` for its chain's blocks up to ``end`` or the first missing one."""
         end = min(end, len(chain.keys))
@@ -514,69 +445,10 @@ class RetentionIndex:
             if same < len(run.keys):
                 self._forest.split(run, same)
                 run = self._runs[chain.keys[at]]
-            self._count(run, request)
+            self._histories.count(run, request)
             chain.mark(at, at + same)
         if request.tags.pinned:
-            self._trim_pins()
-
-    def _lapsed(self, tick: int) -> bool:
-        """Say whether the claim of the request with this tick is neither open nor recent."""
-        return tick not in self._open_ticks and self.clock - tick > self._half_life.value
-
-    # --- what clients declared ---
-
-    def _judge(self, run: Run) -> None:
-        """Say where a run stands by its terms."""
-        run.holding = self.now < run.terms.holds_until
-        run.due_in = due_in(run.terms, self.now) if run.holding else 0
-        run.expired = self.now >= run.terms.expires
-        if run.expired:
-            self._expire(run)
-
-    def _expire(self, run: Run) -> None:
-        run.expired = True
-        if run.pinned:
-            run.pinned = False
-            self._forest.pins.discard(run.keys)
-
-    def _pass_deadline(self, run: Run) -> None:
-        if self.now >= run.terms.holds_until:
-            if run.owed:
-                self._policy.settled(run, len(run.keys), False)
-            run.holding = run.owed = False
-            run.due_in = 0
-        elif run.holding:
-            run.due_in = due_in(run.terms, self.now)
-        if self.now >= run.terms.expires:
-            self._expire(run)
-
-    @property
-    def _slots(self) -> int:
-        return self._peak if self._capacity is None else self._capacity
-
-    @property
-    def _pin_limit(self) -> int:
-        return int(self.config.max_pinned_fraction * self._slots)
-
-    def _trim_pins(self) -> None:
-        """Let the oldest pins go that are beyond the limit."""
-        dropped = self._forest.pins.surplus(self._pin_limit)
-        at = 0
-        while at < len(dropped):  # deepest first: mostly the end of a run, block after block
-            run = self._forest.end_with(dropped[at])
-            n = 1
-            most = min(len(run.keys), len(dropped) - at)
-            while n < most and run.keys[-n - 1] == dropped[at + n]:
-                n += 1
-            if n < len(run.keys):
-                run = self._forest.split(run, len(run.keys) - n)
-            self._forest.rerank(run, partial(setattr, run, "pinned", False))
-            at += n
-
-    def _forget_ghosts(self, past: Past, blocks: int) -> None:
-        if past.owed and self.now >= past.terms.holds_until:
-            self._policy.settled(past, blocks, False)
-        self._policy.forget(past, blocks)
+            self._histories.trim_pins()
 
     # --- insertion ---
 
@@ -614,93 +486,6 @@ class RetentionIndex:
             position += len(stretch)
         return missing
 
-    def _draft(
-        self, request: OpenRequest, group: int, missing: list[tuple[int, list[bytes]]]
-    ) -> list[Run]:
-        """Return runs for missing stretches, this request in their history, not filed yet.
-
-        One run for each part that was evicted together, or never was resident.
-        """
-        drafts = []
-        chain = request.chain(group)
-        ends = {claim.end for claim in request.claims} if len(request.claims) > 1 else ()
-        pins = 0  # so many more blocks arrive pinned
-        if request.tags.pinned:
-            pins = max(0, self._pin_limit - self._forest.pins.of(request.tick))
-        for start, keys in missing:
-            pasts = self._ghosts.recall(keys)
-            counted = self._counted(request, group, start, keys)
-            waiting = self._forest.has_orphans
-            edges = [
-                at
-                for at in range(1, len(keys))
-                if pasts[at] is not pasts[at - 1]
-                or counted[at] != counted[at - 1]
-                or (waiting and self._forest.awaited(keys[at - 1]))
-                or start + at in ends
-                or at == pins
-            ]
-            for begin, end in pairwise([0, *edges, len(keys)]):
-                run = self._new_run(request, keys[begin:end], group, start + begin)
-                run.pinned = end <= pins
-                self._inherit(run, pasts[begin], counted[begin])
-                drafts.append(run)
-            pins -= min(pins, len(keys))
-            # Counted even if they are refused: offering a block again is no second use.
-            if group in request.windows:
-                request.windows[group].update(dict.fromkeys(keys, True))
-            else:
-                chain.mark(start, start + len(keys))
-        return drafts
-
-    @staticmethod
-    def _counted(request: OpenRequest, group: int, start: int, keys: list[bytes]) -> Sequence[bool]:
-        """Say of each block whether it has the request in its history already."""
-        if group in request.windows:
-            return [request.windows[group][key] for key in keys]
-        chain = request.chain(group)
-        if chain.counted <= start and not chain.ahead:
-            return [False] * len(keys)
-        return [chain.has_counted(position) for position in range(start, start + len(keys))]
-
-    def _new_run(self, request: OpenRequest, keys: list[bytes], group: int, start: int) -> Run:
-        windowed = group in self._window_groups
-        claim = request.whole if windowed else request.claim(start)
-        return Run(
-            keys=keys,
-            group=group,
-            start=start,
-            parent_key=None if windowed or start == 0 else request.chain(group).keys[start - 1],
-            last=request.tick,
-            reuse=1,
-            floor=claim.floor,
-            floor_tick=request.tick,
-            role=claim.role,
-            priority=claim.priority,
-            priority_tick=request.tick,
-            serial=self._forest.next_serial(),
-            windowed=windowed,
-            terms=claim.terms,
-        )
-
-    def _inherit(self, run: Run, past: Past | None, counted: bool) -> None:
-        """Give a new run the history that is remembered of its blocks."""
-        if past is not None and run.terms.owner not in (None, past.terms.owner):
-            run.terms = evolve(run.terms, owner=None)
-        if past is not None and past.owed and not counted:
-            kept = self.now < past.terms.holds_until
-            self._policy.settled(past, len(run.keys), kept)
-        if past is not None and counted:
-            self._policy.forget(past, len(run.keys))  # the same use, filed under a new tick
-            run.reuse, run.gap = past.reuse, past.gap
-        elif past is not None:
-            run.gap = self._policy.used(past, run.last, len(run.keys))
-            run.reuse = min(past.reuse + 1, MAX_REUSE)
-        if run.terms is not NO_TERMS:
-            self._judge(run)
-            run.owed = run.holding
-        self._policy.entered(run, len(run.keys))
-
     def _compete(
         self, drafts: list[Run], shortage: int, request_id: str
     ) -> tuple[list[bytes], list[Evicted]]:
@@ -715,7 +500,7 @@ class RetentionIndex:
             losing = draft.keys[-count:]
             del draft.keys[-count:]
             losing.reverse()
-            self._remember(losing, draft)
+            self._histories.remember(losing, draft)
             refused.extend(losing)
 
         incoming: dict[str, int] = {}
@@ -737,6 +522,15 @@ class RetentionIndex:
         refused.reverse()
         return refused, evicted
 
+    def _note_overflow(self) -> None:
+        """Room is about to be made: a turnover may be complete, and the first time the policy
+        learns how large the pool is."""
+        if not self._ever_full:
+            self._ever_full = True
+            self._policy.begin(self._histories.peak, self._named / max(1, self.clock))
+            self._forest.advance(self.clock, rescored=True)
+        self._histories.half_life.note_eviction(len(self._runs), self.clock)
+
     def _make_room(self, n: int, protect: str | None, incoming: Mapping[str, int]) -> list[Evicted]:
         if n <= 0:
             return []
@@ -748,7 +542,7 @@ class RetentionIndex:
     def _evict(self, run: Run, count: int, reason: Reason) -> Evicted:
         last, role, group, reused = run.last, run.role, run.group, run.reused
         keys = self._forest.remove_tail(run, count)
-        self._remember(keys, run)
+        self._histories.remember(keys, run)
         return Evicted(keys, last, role, group, reason, reused)
 
     def _file(self, request: OpenRequest, drafts: list[Run], *, hold: bool) -> list[bytes]:
@@ -761,13 +555,12 @@ class RetentionIndex:
             if run.pinned:
                 self._forest.pin(run, request.tick)
             self._forest.add(run, hold=hold)
-        self._half_life.note_inserted(len(added))
-        self._peak = max(self._peak, len(self._runs))
+        self._histories.note_inserted(len(added))
         if added and not drafts[0].windowed:  # a closed gap may have made more of the chain count
             chain = request.chain(drafts[0].group)
             self._advance(request, chain, drafts[-1].start + len(drafts[-1].keys))
         if request.tags.pinned:
-            self._trim_pins()
+            self._histories.trim_pins()
         return added
 
     # --- window groups and victims ---
@@ -780,10 +573,10 @@ class RetentionIndex:
         seen.update(dict.fromkeys(fresh, False))
         for key in keys:
             if not seen[key] and (run := self._runs.get(key)) is not None:
-                self._count(run, request)
+                self._histories.count(run, request)
                 seen[key] = True
         if request.tags.pinned:
-            self._trim_pins()
+            self._histories.trim_pins()
         return fresh
 
     def _select(
@@ -804,7 +597,7 @@ class RetentionIndex:
             return room
 
         fraction = self.config.max_session_fraction
-        share = None if fraction >= 1.0 else int(fraction * self._slots)
+        share = None if fraction >= 1.0 else int(fraction * self._histories.slots)
         return self._forest.select(n, self.half_life, limit, drafts, share, incoming)
 
 

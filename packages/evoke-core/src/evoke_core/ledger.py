@@ -23,7 +23,8 @@ from attrs import evolve, frozen
 
 from evoke_core.bulk import delete
 from evoke_core.config import EvokeConfig
-from evoke_core.index import Evicted, RetentionIndex, Reuse
+from evoke_core.histories import Reuse
+from evoke_core.index import Evicted, RetentionIndex
 from evoke_core.policies import Policy
 from evoke_core.tags import UNTAGGED, RequestTags, TagProblem
 
