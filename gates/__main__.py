@@ -6,6 +6,7 @@ right (an option, a profile, a path), 130 when interrupted.
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -22,10 +23,11 @@ from gates.faults.report import report_name, run_faults
 from gates.profiles import SMOLLM2, TINY, Profile, load_profile, profile_names
 from gates.recorder import Bench, record
 from gates.recording import SUFFIX, Recording
-from gates.run import VERDICT, plan_lines, rederive, run_gate, summary
+from gates.run import VERDICT, Record, plan_lines, rederive, run_gate, summary
 from gates.tiny_model import prepare_tiny_model
 from gates.workload import Encode
 
+PACKAGES = ("vllm", "lmcache")
 _PATH = click.Path(path_type=Path)
 _profile = click.option(
     "--profile",
@@ -38,6 +40,13 @@ _model = click.option("--model", type=_PATH, help="A Hugging Face model folder t
 _cache = click.option(
     "--cache", type=_PATH, default=ROOT / ".cache", help="Where made models are kept."
 )
+_package = click.option(
+    "--package",
+    type=click.Choice(PACKAGES),
+    default=PACKAGES[0],
+    show_default=True,
+    help="evoke-vllm in a server of vLLM's, or evoke-lmcache in LMCache's engine (on a CPU).",
+)
 
 
 @click.group()
@@ -46,6 +55,7 @@ def cli() -> None:
 
 
 @cli.command("run")
+@_package
 @_profile
 @_model
 @_cache
@@ -53,6 +63,7 @@ def cli() -> None:
 @click.option("--publish", is_flag=True, help="Copy recordings and verdict to gates/published.")
 @click.option("--dry-run", is_flag=True, help="Show sizes and command lines; start nothing.")
 def run_command(
+    package: str,
     profile_name: str,
     model: Path | None,
     cache: Path,
@@ -61,18 +72,18 @@ def run_command(
     dry_run: bool,
 ) -> int:
     """Record every arm of a profile, compare, and give a verdict."""
-    profile = load_profile(profile_name)
+    profile = _profile_for(package, profile_name)
     reporter = Reporter(make_console())
     bench = _prepare(profile, model, cache, reporter, dry_run=dry_run)
     if dry_run:
-        for line in plan_lines(bench):
+        for line in plan_lines(bench, servers=package == PACKAGES[0]):
             reporter.say(line)
         return 0
     folder = results or ROOT / "results" / "gates" / profile.name
     reporter.say(f"profile {profile.name}: {profile.title}")
     for line in bench.sizes.lines():
         reporter.say(line)
-    verdict = run_gate(bench, folder, reporter)
+    verdict = run_gate(bench, folder, reporter, _recorder(package))
     if publish:
         _publish(folder, PUBLISHED / profile.name)
     for line in summary(verdict):
@@ -82,19 +93,21 @@ def run_command(
 
 
 @cli.command("record")
+@_package
 @_profile
 @click.option("--arm", "arm_name", required=True, help="An arm or a negative control.")
 @click.option("--out", type=_PATH, required=True, help="The recording's file.")
 @_model
 @_cache
 def record_command(
-    profile_name: str, arm_name: str, out: Path, model: Path | None, cache: Path
+    package: str, profile_name: str, arm_name: str, out: Path, model: Path | None, cache: Path
 ) -> None:
     """Record one arm of a profile."""
     arm = find_arm(arm_name)
     reporter = Reporter(make_console())
-    bench = _prepare(load_profile(profile_name), model, cache, reporter, dry_run=False)
-    recording = record(arm, bench, out.with_name(out.name.removesuffix(SUFFIX) + ".log"), reporter)
+    bench = _prepare(_profile_for(package, profile_name), model, cache, reporter, dry_run=False)
+    log = out.with_name(out.name.removesuffix(SUFFIX) + ".log")
+    recording = _recorder(package)(arm, bench, log, reporter)
     recording.save(out)
     reporter.say(f"recording: {out}")
 
@@ -175,6 +188,27 @@ def load_encoder(model: Path) -> Encode:
 
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     return lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def _profile_for(package: str, name: str) -> Profile:
+    """Return a profile; for LMCache's engine under a name of its own."""
+    profile = load_profile(name)
+    if package == PACKAGES[0]:
+        return profile
+    if profile.pools.device != "cpu" or profile.model.dtype != "float32":
+        raise UsageProblem(f"--package {package} runs float32 on a CPU: not profile {name}")
+    return replace(profile, name=f"{package}-{profile.name}")
+
+
+def _recorder(package: str) -> Record:
+    """Return what records an arm; each package needs an environment of its own."""
+    if package == PACKAGES[0]:
+        return record
+    try:
+        from gates.lmcache.recorder import record as record_lmcache
+    except ModuleNotFoundError as error:
+        raise UsageProblem(f"--package {package}: {error.name} is not installed here") from None
+    return record_lmcache
 
 
 def _prepare(

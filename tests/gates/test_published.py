@@ -28,9 +28,11 @@ def test_it_was_recorded_under_the_profile_as_it_is(name: str) -> None:
     for path in (PUBLISHED / name).glob(f"*{SUFFIX}"):
         recording = Recording.load(path)
         assert recording.profile == name
-        assert recording.rules == load_profile(name).rules
-        assert recording.workload["sessions"] == load_profile(name).workload.sessions
+        profile = load_profile(name.removeprefix("lmcache-"))
+        assert recording.rules == profile.rules
+        assert recording.workload["sessions"] == profile.workload.sessions
 
 
-def test_the_cpu_profile_is_published() -> None:
-    assert "cpu" in [folder.name for folder in FOLDERS]
+@pytest.mark.parametrize("name", ["cpu", "lmcache-cpu"])
+def test_both_packages_are_published(name: str) -> None:
+    assert name in [folder.name for folder in FOLDERS]

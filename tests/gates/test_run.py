@@ -16,7 +16,7 @@ from bench.serving.server import Server
 from gates import __main__ as program
 from gates import recorder
 from gates.arms import ARMS, GateServerConfig
-from gates.profiles import load_profile
+from gates.profiles import Profile, load_profile
 from gates.recorder import Bench, record
 from gates.recording import SUFFIX, Recording
 from gates.run import derive, rederive, run_gate, summary
@@ -226,3 +226,29 @@ def test_a_vacuous_run_fails(engines: Engines, bench: Bench, tmp_path: Path) -> 
     assert verdict["verdict"] == "fail"
     assert verdict["vacuous"] is True
     assert verdict["failures"] == []
+
+
+def test_lmcaches_engine_takes_no_profile_of_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["run", "--package", "lmcache", "--profile", "ada-16gb", "--dry-run"]
+    assert program.main(args) == 2
+    assert "--package lmcache runs float32 on a CPU: not profile ada-16gb" in (
+        capsys.readouterr().err
+    )
+
+
+def test_a_dry_run_in_lmcaches_engine_names_no_server(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepared: list[Profile] = []
+
+    def prepare(profile: Profile, *args: object, **options: object) -> Bench:
+        prepared.append(profile)
+        return bench
+
+    monkeypatch.setattr(program, "_prepare", prepare)
+    args = ["run", "--package", "lmcache", "--profile", "tiny", "--dry-run"]
+    assert program.main(args) == 0
+    assert [profile.name for profile in prepared] == ["lmcache-tiny"]
+    out = capsys.readouterr().out
+    assert "stale: a stale block restored, in this process" in out
+    assert "serve" not in out

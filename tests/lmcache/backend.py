@@ -45,6 +45,9 @@ class Object:
     def can_evict(self) -> bool:
         return self.pins == 0 and self.references == 1
 
+    def get_ref_count(self) -> int:
+        return self.references
+
 
 def number(path: str) -> int:
     """A hash of a prompt's head, as LMCache chains them; the same on every run."""

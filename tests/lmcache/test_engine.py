@@ -293,9 +293,10 @@ def test_layerwise_groups_go_together() -> None:
 # --- configuration ---
 
 
-def test_settings_come_from_extra_config() -> None:
+@pytest.mark.parametrize(("policy", "plugin"), [("LRU", True), ("EVOKE", False)])
+def test_settings_come_from_extra_config(policy: str, plugin: bool) -> None:
     extra = {"evoke": {"policy": "scored", "w_recency": 0.25, "recency_half_life": 40}}
-    with engine("LRU", 20, extra_config=extra, plugin=True) as cache:
+    with engine(policy, 20, extra_config=extra, plugin=plugin) as cache:
         config = retention(cache).config
         assert (config.policy, config.w_recency, config.recency_half_life) == ("scored", 0.25, 40)
         assert retention(cache).tokens_per_chunk == CHUNK
@@ -316,10 +317,13 @@ def test_settings_come_from_extra_config() -> None:
         ("scored", "extra_config['evoke'] = 'scored' is not allowed"),
     ],
 )
-def test_a_wrong_setting_stops_the_start(settings: Any, complaint: str) -> None:
+@pytest.mark.parametrize(("policy", "plugin"), [("LRU", True), ("EVOKE", False)])
+def test_a_wrong_setting_stops_the_start(
+    settings: Any, complaint: str, policy: str, plugin: bool
+) -> None:
     with (
         pytest.raises(SystemExit, match=r"^EVOKE: ") as stopped,
-        engine("EVOKE", 20, extra_config={"evoke": settings}, plugin=True),
+        engine(policy, 20, extra_config={"evoke": settings}, plugin=plugin),
     ):
         pass
     assert complaint in str(stopped.value)

@@ -110,6 +110,24 @@ def test_prefills_that_alternate_are_told_apart_by_their_tags() -> None:
     assert backend.retention.counters.requests == 2
 
 
+@pytest.mark.parametrize("tags", [None, {"lmcache.evoke.evoke_session": "one"}])
+@pytest.mark.parametrize("how", ["pinned", "referenced"])
+def test_a_chunk_that_somebody_reads_is_no_batch_that_goes_on(
+    tags: dict[str, str] | None, how: str
+) -> None:
+    """The chunk that was put last is in use, and another request stores its next chunk."""
+    backend = Backend(20)
+    backend.look_up("abc", tags)
+    backend.store("ab", tags)
+    backend.look_up("w", {"lmcache.evoke.evoke_session": "two"})
+    backend.store("w", {"lmcache.evoke.evoke_session": "two"})
+    [reader] = [thing for key, thing in dict.items(backend.chunks) if key.path == "w"]
+    reader.pins += how == "pinned"
+    reader.references += how == "referenced"
+    backend.store("abc", tags, start=2)
+    assert backend.parent("abc") == "ab"
+
+
 def test_a_wrong_guess_is_put_right_by_the_next_lookup() -> None:
     backend = Backend(40)
     backend.look_up("abcdef")

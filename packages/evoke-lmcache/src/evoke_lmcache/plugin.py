@@ -28,8 +28,8 @@ class PolicyFactory:
     """Builds the policies of one process, which share what they know of the chunks.
 
     LMCache builds one policy per backend and worker and passes nothing to it. The settings are
-    those of the configuration that LMCache's vLLM integration has loaded by then, or of
-    ``extra_config`` in :meth:`configure`.
+    those of the configuration that the backend under construction was given, else those that
+    LMCache's vLLM integration has loaded, or those handed to :meth:`configure`.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class PolicyFactory:
         self._lock = threading.RLock()
 
     def __call__(self) -> EvokeCachePolicy:
-        return self.configure(_loaded_config())
+        return self.configure(_backends_config() or _loaded_config())
 
     def configure(self, engine_config: Any) -> EvokeCachePolicy:
         """Build a policy for an LMCache configuration (None: settings from the environment only).
@@ -93,6 +93,15 @@ def _let_the_process_end() -> None:
         loop = getattr(frame.f_locals.get("self"), "loop", None)
         if isinstance(loop, asyncio.AbstractEventLoop):
             loop.call_soon_threadsafe(loop.stop)
+
+
+def _backends_config() -> Any:
+    """Return the configuration in the hands of the constructor that asks for a policy, if any."""
+    frame = sys._getframe(2)  # above the factory
+    while frame is not None and frame.f_code.co_name != "__init__":
+        frame = frame.f_back
+    given = frame.f_locals.get("config") if frame is not None else None
+    return given if hasattr(given, "cache_policy") else None
 
 
 def _loaded_config() -> Any:

@@ -508,7 +508,7 @@ class Retention:
         for other in self._threads.values():
             if other is not thread and other.missed is not None and other.missed[0] == name:
                 self._explain_miss(other)
-        ongoing = self._ongoing(thread, mapping)
+        ongoing = self._ongoing(thread, mapping, configs)
         stream = self._stream_at(name, configs)  # looked up and missed
         if stream is None:
             parent, looked_up = self._lineage.parent(name), True
@@ -527,12 +527,16 @@ class Retention:
             self._newest = stream
         return stream, stream.end - 1
 
-    def _ongoing(self, thread: _Thread, mapping: Mapping[Any, Any]) -> bool:
-        """Say whether the batch that the thread has put last may not be complete."""
+    def _ongoing(
+        self, thread: _Thread, mapping: Mapping[Any, Any], configs: Mapping[str, Any] | None
+    ) -> bool:
+        """Say whether the batch that the thread has put last may go on with these tags."""
         if thread.put is None:
             return False
         name, key = thread.put
-        return name in self._placed or (key in self._keys(name) and not _evictable(mapping, key))
+        if _configs(key) != configs:
+            return False
+        return name in self._placed or (key in self._keys(name) and _referenced(mapping, key))
 
     def _note_batch(self, stream: _Stream, *, new: bool) -> None:
         if new:
@@ -619,6 +623,13 @@ class Retention:
 def _configs(key: Any) -> Mapping[str, Any] | None:
     configs = getattr(key, "request_configs", None)
     return configs if isinstance(configs, Mapping) and configs else None
+
+
+def _referenced(mapping: Mapping[Any, Any], key: Any) -> bool:
+    """Say whether somebody beside the dictionary holds the object; a pin alone is no reference."""
+    value = mapping.get(key)
+    count = getattr(value, "get_ref_count", None)
+    return value is not None and (count() > 1 if callable(count) else not _evictable(mapping, key))
 
 
 def _evictable(mapping: Mapping[Any, Any], key: Any) -> bool:
