@@ -10,6 +10,7 @@ translation that repaired an implementation's mistake would hide it.
 Keys are `path + group` (see `key_of`), so that a test can read a key and know its parent.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -379,13 +380,34 @@ class VllmTier:
 
 
 class SpanlessTier(IndexTier):
-    """An engine whose requests have no spans: nobody tells it how many tokens make a block."""
+    """An engine whose requests have no spans, and that counts a block's readers itself.
+
+    Nobody tells it how many tokens make a block; of several readers it reports the first to come
+    and the last to go.
+    """
 
     own_clock = True
+
+    def __init__(self, index: Any, capacity: int, *, plans_first: bool = False) -> None:
+        super().__init__(index, capacity, plans_first=plans_first)
+        self._readers: Counter[bytes] = Counter()
 
     def open(self, request_id: str, raw_tags: object, now: float | None) -> None:
         tags = evolve(RequestTags.parse(raw_tags)[0], spans=())
         self.index.open(request_id, tags, now)
+
+    def acquire(self, request_id: str, keys: Sequence[bytes]) -> list[int] | None:
+        slots = super().acquire(request_id, [key for key in keys if not self._readers[key]])
+        self._readers.update(keys)
+        return None if slots is None else [self._slots[key] for key in keys]
+
+    def release(self, request_id: str, keys: Iterable[bytes]) -> None:
+        self._readers.subtract(keys)
+        super().release(request_id, [key for key in keys if not self._readers[key]])
+
+    def reset(self) -> None:
+        super().reset()
+        self._readers.clear()
 
 
 class PolicyTier:
@@ -408,6 +430,8 @@ class PolicyTier:
         self.capacity = capacity
         self._new_context = ReqContext
         self._new_block = getattr(base, "ChunkStatus", None) or base.BlockStatus
+        announced = hasattr(base.CachePolicy, "on_store_miss")
+        self._announce = policy.on_store_miss if announced else policy.touch
         self._contexts: dict[str, Any] = {}
         self._free = list(range(capacity))
         self._slots: dict[bytes, int] = {}
@@ -433,7 +457,7 @@ class PolicyTier:
     def store(self, request_id: str, offers: Sequence[Offer]) -> Stored:
         stored = Stored()
         for _, _, keys in offers:
-            self.policy.on_store_miss(keys, self._context(request_id))
+            self._announce(keys, self._context(request_id))
             missing = [key for key in keys if self.policy.get(key) is None]
             short = len(missing) - len(self._free)
             if short > 0:

@@ -195,6 +195,10 @@ class ConformanceMachine(RuleBasedStateMachine):
         """The implementation under test and its reference, behind the same face."""
         raise NotImplementedError
 
+    def knows_capacity(self) -> bool:
+        """Whether shares of the pool are taken of its slots, or of the most it ever held."""
+        return self.tier.owns_slots or self.setup.tells_capacity
+
     # --- setting up and the two sides ---------------------------------------------------------
 
     def __init__(self) -> None:
@@ -681,8 +685,7 @@ class ConformanceMachine(RuleBasedStateMachine):
     @invariant()
     def pins_are_few(self) -> None:
         self.most_resident = max(self.most_resident, len(self.slot_of))
-        knows = self.tier.owns_slots or self.setup.tells_capacity
-        size = self.setup.capacity if knows else self.most_resident
+        size = self.setup.capacity if self.knows_capacity() else self.most_resident
         assert self.tier.index.pinned <= int(self.setup.rules.max_pinned_fraction * size)
 
     @invariant()
@@ -851,6 +854,9 @@ class PolicyMachine(ConformanceMachine):
         reference = ReferenceIndex(setup.rules, setup.policy(), setup.capacity)
         model = SpanlessTier(reference, setup.capacity, plans_first=True)
         return PolicyTier(policy, setup.capacity), model
+
+    def knows_capacity(self) -> bool:
+        return True
 
 
 def _reference_ledger(setup: Setup, *, at_once: bool = False) -> LedgerTier:

@@ -32,17 +32,7 @@ def vllm_out_of_the_collectors_sight() -> Iterator[None]:
         pytest.param(IndexMachine, id="index"),
         pytest.param(LedgerMachine, id="ledger"),
         pytest.param(VllmMachine, id="vllm", marks=pytest.mark.engine),
-        pytest.param(
-            PolicyMachine,
-            id="vllm-policy",
-            marks=[
-                pytest.mark.engine,
-                pytest.mark.xfail(
-                    run=False,
-                    reason="differs from the reference where groups, tags and loads mix: open",
-                ),
-            ],
-        ),
+        pytest.param(PolicyMachine, id="vllm-policy", marks=pytest.mark.engine),
     ],
 )
 def test_keeps_the_invariants(
@@ -50,6 +40,11 @@ def test_keeps_the_invariants(
 ) -> None:
     if machine in (VllmMachine, PolicyMachine):
         request.getfixturevalue("vllm_out_of_the_collectors_sight")
+    if machine is PolicyMachine:
+        pytest.importorskip(
+            "vllm.v1.kv_offload.cpu.policies.factory",
+            reason="vLLM before 0.27 takes no other policy",
+        )
     # The number of examples is the profile's; the steps and checks of one are what makes it slow.
     slow = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
     run_state_machine_as_test(machine, settings=settings(suppress_health_check=slow))

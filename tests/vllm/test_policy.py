@@ -12,6 +12,7 @@ pytest.importorskip(
 
 from vllm.v1.kv_offload.base import ReqContext
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+from vllm.v1.kv_offload.cpu.policies import base
 
 from evoke_core import ConfigError
 from evoke_vllm.policy import MAX_OPEN, EvokeCachePolicy
@@ -19,6 +20,8 @@ from tests.vllm.engine import MiniEngine
 from tests.vllm.shapes import BLOCK, HIT
 
 pytestmark = pytest.mark.engine
+
+new_block = getattr(base, "ChunkStatus", None) or base.BlockStatus  # in 0.27
 
 STOCK = {
     "spec_name": "CPUOffloadingSpec",
@@ -100,6 +103,37 @@ def test_exactly_n_or_none_and_then_nothing_has_changed() -> None:
     assert gone is not None
     assert [key for key, _ in gone] == before[:1]
     assert set(policy._blocks) == keys - {before[0]}
+
+
+def chain(text: str) -> list[Any]:
+    return [text[: end + 1].encode().ljust(16, b"-") + bytes(4) for end in range(len(text))]
+
+
+def store(policy: EvokeCachePolicy, request: str, keys: list[Any], *, announced: bool) -> None:
+    """What the manager does with new keys where there is room."""
+    context = ReqContext(request)
+    (policy.on_store_miss if announced else policy.touch)(keys, context)
+    for slot, key in enumerate(keys):
+        block = new_block(slot)
+        policy.insert(key, block)
+        block.ref_cnt = 0
+        policy.mark_evictable(key)
+
+
+@pytest.mark.parametrize("announced", [False, True])
+def test_a_request_that_stores_late_does_not_evict_its_own_chain(announced: bool) -> None:
+    """Another request has named the same blocks since, and is over."""
+    policy = EvokeCachePolicy(4, window_groups=())
+    policy.touch(chain("abcd"), ReqContext("late"))
+    store(policy, "other", chain("xyz"), announced=announced)
+    policy.touch(chain("abcd"), ReqContext("between"))
+    store(policy, "between", chain("a"), announced=announced)
+    policy.on_request_finished((), set(), set(), ReqContext("between"))
+    (policy.on_store_miss if announced else policy.touch)(chain("abcd")[1:], ReqContext("late"))
+    assert policy.evict(4, set(chain("abcd")[1:])) is None  # for that, "a" would have to go
+    gone = policy.evict(3, set(chain("abcd")[1:]))
+    assert gone is not None
+    assert [key for key, _ in gone] == chain("xyz")[::-1]
 
 
 def test_a_failed_store_leaves_nothing() -> None:

@@ -10,7 +10,8 @@ offer or nothing, and offers again at the next step), report anything, or read t
 configuration (settings come from the environment only).
 
 Guarantees: ``evict`` gives exactly ``n`` blocks or ``None`` and then changes nothing; leaves first,
-never a block that the manager holds or protects, nor one of the storing request's own chain.
+never a block that the manager holds or protects, nor one of the storing request's own chain, as far
+as vLLM says who is storing: where it does not, the request that named the blocks last is taken.
 """
 
 import time
@@ -74,6 +75,7 @@ class EvokeCachePolicy(CachePolicy):
         self._open: OrderedDict[str, None] = OrderedDict()
         self._namers: OrderedDict[bytes, str] = OrderedDict()  # of blocks that are not here
         self._storing = ""
+        self._offered: frozenset[OffloadKey] = frozenset()  # by the request that is storing
         self._new: list[tuple[str, int, int, bytes]] = []  # inserted, but not yet filed
         logger.info(
             "EVOKE ranks up to %d blocks; policy %s, policy-only", cache_capacity, config.policy
@@ -120,15 +122,18 @@ class EvokeCachePolicy(CachePolicy):
             named = chains.by_group(list(keys))
         for group, part in named:
             for start, stretch in self.index.locate(req_context.req_id, part, group=group):
-                for key in self.index.touch(req_context.req_id, stretch, group=group, start=start):
+                self.index.touch(req_context.req_id, stretch, group=group, start=start)
+                for key in stretch:
                     if key not in self._blocks:
                         self._namers[key] = req_context.req_id
         while len(self._namers) > 4 * self.cache_capacity + 65_536:
             self._namers.popitem(last=False)
 
     def on_store_miss(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
-        """A request is about to store these blocks (0.31 and later)."""
-        self.touch(keys, req_context)
+        """A request is about to store these blocks (0.31 and later), for the first time."""
+        offered = list(keys)
+        self.touch(offered, req_context)
+        self._offered = frozenset(offered)
         self._storing = req_context.req_id
 
     def on_request_access(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
@@ -164,9 +169,7 @@ class EvokeCachePolicy(CachePolicy):
         self._file()
         if n <= 0:
             return []
-        # Before 0.31 nobody says who is storing; whoever named the blocks is.
-        namers = {self._namers[key] for key in protected if key in self._namers}
-        request = namers.pop() if len(namers) == 1 else self._storing
+        request = self._who_offers(protected)
         victims = self.index.candidates(n, lambda key: key not in protected, protect=request)
         if len(victims) < n:
             return None
@@ -179,7 +182,20 @@ class EvokeCachePolicy(CachePolicy):
         self._new.clear()
         self._blocks.clear()
         self._namers.clear()
+        self._offered = frozenset()
         self.index.clear()
+
+    def _who_offers(self, keys: set[OffloadKey]) -> str:
+        """Return the request that stores these blocks, as far as that can be known.
+
+        A first offer is announced by ``on_store_miss``, from 0.31 on. Of any other the request
+        that named its blocks last is taken.
+        """
+        if self._offered.isdisjoint(keys):
+            namers = {self._namers[key] for key in keys if key in self._namers}
+            if len(namers) == 1:
+                return namers.pop()
+        return self._storing
 
     # --- requests and places ----------------------------------------------------------------------
 
