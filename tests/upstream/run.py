@@ -108,6 +108,7 @@ def model_cache(work: Path) -> Path:
         "max_position_embeddings": 2048,
         "word_embed_proj_dim": 64,
         "vocab_size": 50272,
+        "torch_dtype": "float16",  # else vLLM asks the hub for the weights' type, and waits for it
     }
     (snapshot / "config.json").write_text(json.dumps(config))
     refs = home / "hub" / MODEL / "refs"
