@@ -111,14 +111,21 @@ def test_the_stock_tier_stores_false_windows_after_a_reset() -> None:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("factor", "window"), [(1, False), (2, False), (1, True)])
 def test_agents_under_pressure(seed: int, factor: int, window: bool) -> None:
-    """A tree of prompts through a tiny tier: right bytes, heads kept, nothing left behind."""
+    """Conversations that branch, through a tiny tier: right bytes, heads kept, nothing left behind.
+
+    They go on where they ended: by default newer releases keep windows of nothing else.
+    """
     rng = random.Random(seed)
     mini = engine(14, factor=factor, window=window)
     roots = ["".join(rng.choices("abcdef", k=12)) for _ in range(5)]
+    told = []
     hits = 0
     for _ in range(80):
         prompt = rng.choice(roots)[: rng.randrange(2, 13)]
-        prompt += "".join(rng.choices("xyz", k=rng.randrange(6)))
+        if told and rng.random() < 0.6:
+            prompt = rng.choice(told[-4:])
+        prompt = (prompt + "".join(rng.choices("xyz", k=rng.randrange(6))))[:17]
+        told.append(prompt)
         tags = {
             "evoke": {"source_type": rng.choice(["user", "tool"]), "priority": rng.choice([1, 2])}
         }
