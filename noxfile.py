@@ -196,7 +196,7 @@ def run_engine(
     python=False,
     requires=[
         *("lint", "typing", "tests-core", "tests-core-lowest"),
-        *("tests-vllm(vllm='0.24.0')", "tests-wheels"),
+        *("tests-vllm(vllm='0.24.0')", "tests-vllm(vllm='0.32.0')", "tests-wheels"),
     ],
 )
 def tests(session: nox.Session) -> None:
