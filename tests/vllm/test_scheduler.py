@@ -118,7 +118,7 @@ def test_agents_under_pressure(seed: int, factor: int, window: bool) -> None:
     rng = random.Random(seed)
     mini = engine(14, factor=factor, window=window)
     roots = ["".join(rng.choices("abcdef", k=12)) for _ in range(5)]
-    told = []
+    told: list[str] = []
     hits = 0
     for _ in range(80):
         prompt = rng.choice(roots)[: rng.randrange(2, 13)]
