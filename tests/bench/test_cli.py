@@ -1,5 +1,6 @@
 """What cannot be right ends with one line and exit code 2, before anything is started."""
 
+import shutil
 import signal
 import socket
 import subprocess
@@ -88,3 +89,22 @@ def test_no_traceback_from_a_real_process() -> None:
     )
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert done.stderr == "Error: model folder not found: no/such/folder\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--vllm", "9.9.9"], "--vllm 9.9.9: the demo runs on 0.24.0 or 0.32.0"),
+        (["--vllm=0.33.0"], "--vllm 0.33.0: the demo runs on 0.24.0 or 0.32.0"),
+        (["--seeds", "1", "--vllm"], "--vllm needs a value"),
+    ],
+)
+def test_an_engine_that_the_demo_cannot_run_on(options: list[str], problem: str) -> None:
+    """It is nox that chooses the engine's environment; it builds none for these."""
+    nox = shutil.which("nox") or pytest.skip("nox is not on the path")
+    done = subprocess.run(
+        [nox, "-s", "demo", "--", *options], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode
+    assert problem in done.stderr
+    assert "Building" not in done.stderr

@@ -148,7 +148,7 @@ def test_saved_run_is_loaded_unchanged(by_role: dict[str, tuple[int, int]], tmp_
 
 def test_runs_published_before_there_were_roles_are_loaded() -> None:
     published = ROOT / "bench" / "published" / "demo"
-    assert all(Run.load(path).rows for path in published.glob("*.json"))
+    assert all(Run.load(path).rows for path in published.rglob("*.json"))
 
 
 def test_other_files_are_refused_by_name(tmp_path: Path) -> None:

@@ -94,6 +94,7 @@ class Tier(Protocol):
     opens_strangers: bool  # takes a request that was never opened for a new one
     own_clock: bool  # stamps every request; otherwise there may be no time
     explains: bool  # says why it evicted
+    trusts_windows: bool  # stores windows of requests that were open at a reset
 
     index: Any
 
@@ -119,7 +120,7 @@ class IndexTier:
     afterwards is this engine's doing, and it says so in `orphaned`.
     """
 
-    holds = positions = True
+    holds = positions = trusts_windows = True
     admits = owns_slots = tickets = opens_strangers = own_clock = False
 
     def __init__(self, index: Any, capacity: int, *, plans_first: bool = False) -> None:
@@ -221,7 +222,7 @@ class LedgerTier:
     before any is stored, so that no piece makes room for another.
     """
 
-    admits = holds = owns_slots = tickets = positions = explains = True
+    admits = holds = owns_slots = tickets = positions = explains = trusts_windows = True
     opens_strangers = own_clock = False
 
     def __init__(self, ledger: Any, *, at_once: bool = False) -> None:
@@ -311,7 +312,7 @@ class VllmTier:
     """
 
     admits = holds = owns_slots = opens_strangers = own_clock = True
-    tickets = positions = explains = False
+    tickets = positions = explains = trusts_windows = False
 
     def __init__(self, manager: Any) -> None:
         from vllm.v1.kv_offload.base import ReqContext
@@ -417,7 +418,7 @@ class PolicyTier:
     fits, so that full pools are reached; whom to evict is the policy's answer alone.
     """
 
-    holds = True
+    holds = trusts_windows = True
     admits = owns_slots = tickets = opens_strangers = positions = explains = False
     own_clock = True
 

@@ -172,6 +172,7 @@ class Conversation:
     chain: int = 0  # so many leading blocks it has named so far, in full-attention groups
     windows: set[bytes] = field(default_factory=set)  # what it named in the window group
     loads: list[list[bytes]] = field(default_factory=list)
+    since_reset: bool = True  # opened after the last one
 
 
 @dataclass
@@ -338,6 +339,7 @@ class ConformanceMachine(RuleBasedStateMachine):
         gone = [request for request in self.requests if not request.alive]
         request = gone[which % len(gone)]
         request.alive, request.offered, request.chain = True, 0, 0
+        request.since_reset = True
         request.windows.clear()
         self.both("open", request.request_id, tags, self._time(step))
         self._look(request)
@@ -358,6 +360,8 @@ class ConformanceMachine(RuleBasedStateMachine):
         request.offered = end
         offers = []
         for group in self.setup.groups:
+            if group == WINDOW and not (request.since_reset or self.tier.trusts_windows):
+                continue
             keys = keys_of(request.path, group)
             cut = start + gap % (end - start + 1) if group == WINDOW else start
             runs = [(start, cut - 1), (cut, end)] if cut > start else [(start, end)]
@@ -538,6 +542,7 @@ class ConformanceMachine(RuleBasedStateMachine):
             self.past_loads += [(request.request_id, keys) for keys in request.loads]
             request.loads.clear()
             request.offered = 0
+            request.since_reset = False
         self.tier.events()  # whether a reset announces what it drops is left to the tier
         for state in (self.slot_of, self.reservation, self.in_the_air, self.announced):
             state.clear()

@@ -53,6 +53,10 @@ class Transfer:
     flush: bool = False
 
 
+def _number(content: bytes, group: int) -> int:
+    return int.from_bytes(content[:7], "big") * 8 + group
+
+
 @cache
 def _seed_hashes() -> None:
     """Once for all engines of a process, so that they name equal blocks alike."""
@@ -175,13 +179,18 @@ class Engine:
         sampling = self._who_samples(output)
         self.preempted += len(output.preempted_req_ids or ())
         meta = output.kv_connector_metadata
+        flush = meta.jobs_to_flush or ()
+        for job, planned in meta.store_jobs.items():
+            if job in flush:  # of blocks that this very step gives to others
+                self._store(job, planned)
         for transfer in self.transfers:
-            transfer.flush |= transfer.job in (meta.jobs_to_flush or ())
+            transfer.flush |= transfer.job in flush
         for job, planned in meta.load_jobs.items():
             self._load(job, planned)
         self._compute(output)
         for job, planned in meta.store_jobs.items():
-            self._store(job, planned)
+            if job not in flush:
+                self._store(job, planned)
         result = self._result(output, sampling)
         if self.asynchronous and output.num_scheduled_tokens:
             self._unanswered = (output, result)
@@ -249,7 +258,7 @@ class Engine:
 
     def content(self, request: Request, group: int, at: int) -> int:
         """The number that stands for the request's engine block `at` of a group."""
-        return int.from_bytes(request.block_hashes[at][:7], "big") * 8 + group
+        return _number(request.block_hashes[at], group)
 
     def _compute(self, output: Any) -> None:
         """Check what is relied on, then write what is new."""
@@ -308,6 +317,8 @@ class Engine:
 
     def _store(self, job: int, planned: Any) -> None:
         ids, rows = self._rows(*self._specs(planned, load=False))
+        named = {_number(key[:-4], key[-1]) for key in self.connector._jobs[job].keys}
+        assert named <= set(self.memory[ids].tolist()), "stored under the key of another block"
         self.tier[rows] = self.memory[ids]
         self.stored += len(ids)
         self.transfers.append(Transfer(job, planned.req_id, False, self.ranks))

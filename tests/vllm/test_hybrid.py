@@ -14,6 +14,7 @@ from evoke_core import Decision
 from evoke_vllm import metrics
 from evoke_vllm.hybrid import WindowUse
 from evoke_vllm.manager import EvokeOffloadingManager
+from tests.vllm.conversations import ARMS, conversations, share_restored
 from tests.vllm.shapes import create_spec, full, window
 
 pytestmark = pytest.mark.engine
@@ -80,3 +81,12 @@ def test_the_engines_groups_are_known() -> None:
     assert stats.data["data"][metrics.UNNEEDED_RATIO][()] == 0
     stats = create_spec().get_manager().get_stats()
     assert metrics.UNNEEDED_RATIO not in stats.data["data"]
+
+
+@pytest.mark.parametrize("scans", [0.0, 0.5])
+def test_conversations_are_kept_under_lru_as_by_stock(scans: float) -> None:
+    """What the README advises for hybrid models. Blocks of a chain and its windows go together."""
+    prompts = conversations(0, 200, scans=scans)
+    stock, ours = (share_restored(prompts, 150, ARMS[name]) for name in ("stock LRU", "lru"))
+    assert stock > 0.2
+    assert ours > stock - 0.01

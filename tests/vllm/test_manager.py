@@ -354,6 +354,22 @@ def test_a_reset_drops_blocks_and_keeps_requests() -> None:
     assert view.priority == 4.0
 
 
+def test_windows_of_requests_that_a_reset_met_are_not_stored() -> None:
+    """vLLM offers them again when others have their memory; a request's next life is its own."""
+    manager = EvokeOffloadingManager(8, window_groups=[1])
+    keys = chain("a", 2) + chain("a", 2, group=1)
+    before, after = context("before"), context("after")
+    manager.on_new_request(before)
+    manager.reset_cache()
+    assert manager.prepare_store(keys, before).keys_to_store == keys[:2]
+    manager.on_new_request(after)
+    assert manager.prepare_store(keys, after).keys_to_store == keys[2:]
+    manager.on_request_finished(before)
+    manager.on_new_request(before)
+    more = chain("b", 2, group=1)
+    assert manager.prepare_store(more, before).keys_to_store == more
+
+
 def test_a_finished_request_the_scheduler_never_announced() -> None:
     manager = EvokeOffloadingManager(4)
     manager.on_request_finished(context("never seen"))

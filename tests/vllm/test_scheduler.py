@@ -7,8 +7,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="no vLLM here: run `nox -s tests-vllm`")
 
-from tests.vllm.engine import MiniEngine
-from tests.vllm.shapes import BLOCK
+from tests.vllm.engine import Engine, MiniEngine, tokens_of
+from tests.vllm.shapes import BLOCK, full, window
 
 pytestmark = pytest.mark.engine
 
@@ -75,17 +75,57 @@ def test_idle_reset_forgets_everything() -> None:
     assert_quiet(mini)
 
 
+def reset_while_one_runs(**extra: object) -> Engine:
+    """What lay in a request's window when it began is another's by the time of the reset."""
+    engine = Engine(80, layers=[full(), window()], gpu_blocks=36, extra=extra)
+    if not engine.resets_in_flight:
+        pytest.skip("this vLLM dies of a reset while requests run")
+    engine.add("long", tokens_of("abcdefgh"), answer=40)
+    for _ in range(20):
+        engine.step()
+    engine.add("other", tokens_of("ijklmn"), answer=20)
+    for _ in range(4):
+        engine.step()
+    assert engine.scheduler.running
+    engine.scheduler.reset_prefix_cache(reset_connector=True)
+    engine.drain()
+    return engine
+
+
+def test_a_reset_while_a_request_runs_stores_nothing_false() -> None:
+    """Each store is checked; of what ran at the time, windows are not stored again."""
+    engine = reset_while_one_runs()
+    ledger = engine.manager.ledger
+    groups = [ledger.index.describe(key).group for key in ledger._ready]
+    assert len(groups) > 8
+    assert set(groups) == {0}
+
+
+def test_the_stock_tier_stores_false_windows_after_a_reset() -> None:
+    """vLLM's own defect, from which the test above is protected: worth a look when this fails."""
+    stock = {"spec_name": "HostOffloadingSpec", "spec_module_path": "evoke_vllm.host"}
+    with pytest.raises(AssertionError, match="stored under the key of another block"):
+        reset_while_one_runs(**stock)
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("factor", "window"), [(1, False), (2, False), (1, True)])
 def test_agents_under_pressure(seed: int, factor: int, window: bool) -> None:
-    """A tree of prompts through a tiny tier: right bytes, heads kept, nothing left behind."""
+    """Conversations that branch, through a tiny tier: right bytes, heads kept, nothing left behind.
+
+    They go on where they ended: by default newer releases keep windows of nothing else.
+    """
     rng = random.Random(seed)
     mini = engine(14, factor=factor, window=window)
     roots = ["".join(rng.choices("abcdef", k=12)) for _ in range(5)]
+    told: list[str] = []
     hits = 0
     for _ in range(80):
         prompt = rng.choice(roots)[: rng.randrange(2, 13)]
-        prompt += "".join(rng.choices("xyz", k=rng.randrange(6)))
+        if told and rng.random() < 0.6:
+            prompt = rng.choice(told[-4:])
+        prompt = (prompt + "".join(rng.choices("xyz", k=rng.randrange(6))))[:17]
+        told.append(prompt)
         tags = {
             "evoke": {"source_type": rng.choice(["user", "tool"]), "priority": rng.choice([1, 2])}
         }

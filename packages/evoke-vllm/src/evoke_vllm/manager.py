@@ -111,6 +111,7 @@ class EvokeOffloadingManager(OffloadingManager):
         self._counts_skips = store_threshold > 1
         self._skips_reported = 0
         self._warned: set[TagProblem] = set()
+        self._since_reset: set[str] | None = None  # requests opened since; None: no reset yet
 
     @override
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
@@ -119,6 +120,8 @@ class EvokeOffloadingManager(OffloadingManager):
             self._report(problems)
         now = time.monotonic()  # the one time that this request has
         self.ledger.open(req_context.req_id, tags, now)
+        if self._since_reset is not None:
+            self._since_reset.add(req_context.req_id)
         self._lookups.opened(req_context.req_id, tags)
         if self._recorder is not None:
             self._recorder.opened(req_context.req_id, now, tags)
@@ -128,6 +131,8 @@ class EvokeOffloadingManager(OffloadingManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._settle(req_context)
         self.ledger.close(req_context.req_id)
+        if self._since_reset is not None:
+            self._since_reset.discard(req_context.req_id)
         if self._recorder is not None:
             self._recorder.closed(req_context.req_id)
 
@@ -197,6 +202,7 @@ class EvokeOffloadingManager(OffloadingManager):
         offered = [
             (group, start, stretch)
             for group, part in self._parts(keys, req_context)
+            if group not in self._windows or self._has_its_windows(request_id)
             for start, stretch in self.ledger.index.locate(request_id, part, group=group)
         ]
         if len(offered) > 1:
@@ -228,6 +234,7 @@ class EvokeOffloadingManager(OffloadingManager):
     @override
     def reset_cache(self) -> None:
         self.ledger.reset()
+        self._since_reset = set()
         if self._recorder is not None:
             self._drain()
 
@@ -327,6 +334,14 @@ class EvokeOffloadingManager(OffloadingManager):
         """Whatever a request has not loaded by now it did not find."""
         self._name(req_context)
         self._lookups.settled(req_context.req_id)
+
+    def _has_its_windows(self, request_id: str) -> bool:
+        """Say whether what a request offers of its windows can still be its own.
+
+        After a reset vLLM offers all blocks of a running request anew, those too that its window
+        has left and whose memory others have by now (0.25 to 0.33; up to 0.24 its engine dies).
+        """
+        return self._since_reset is None or request_id in self._since_reset
 
     def _parts(
         self, keys: Collection[OffloadKey], req_context: ReqContext
