@@ -8,6 +8,7 @@ on ``cache_policy: EVOKE`` works, for every backend of LMCache that has a cache 
 import asyncio
 import sys
 import threading
+from types import FrameType
 from typing import Any
 
 from lmcache.logging import init_logger
@@ -102,7 +103,7 @@ def _let_the_process_end() -> None:
 def _asking_backend() -> tuple[Any, str]:
     """Return the configuration in the hands of the constructor that asks for a policy, if any, and
     the class of what it constructs."""
-    frame = sys._getframe(2)  # above the factory
+    frame: FrameType | None = sys._getframe(2)  # above the factory
     while frame is not None and frame.f_code.co_name != "__init__":
         frame = frame.f_back
     if frame is None:
