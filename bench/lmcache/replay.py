@@ -30,6 +30,7 @@ from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.gpu_connector import CreateGPUConnector
 from lmcache.v1.metadata import LMCacheMetadata
 
+from bench.lmcache.results import document, table, write
 from evoke_lmcache import register
 
 CHUNK = 256
@@ -118,22 +119,6 @@ def replay(trace: Sequence[list[int]], policy: str, chunks: int) -> dict[str, An
     }
 
 
-def table(results: Sequence[dict[str, Any]]) -> str:
-    """The results as a table in Markdown: hit tokens, and their share of what was asked for."""
-    budgets = sorted({result["chunks"] for result in results})
-    head = " | ".join(f"{chunks:,} chunks" for chunks in budgets)
-    lines = [f"| policy | {head} |", "| --- |" + " ---: |" * len(budgets)]
-    for policy in dict.fromkeys(result["policy"] for result in results):
-        cells = [
-            f"{result['hit_tokens']:,} ({result['hit_tokens'] / result['tokens']:.1%})"
-            for chunks in budgets
-            for result in results
-            if result["policy"] == policy and result["chunks"] == chunks
-        ]
-        lines.append(f"| {policy} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog="bench.lmcache.replay", description=__doc__)
     parser.add_argument("trace", type=Path)
@@ -149,8 +134,15 @@ def main() -> int:
             results.append(replay(trace, policy, max(1, int(share * distinct))))
             print(json.dumps(results[-1]), flush=True)
     if options.results:
-        options.results.write_text(json.dumps(results, indent=1) + "\n")
-    print(table(results))
+        settings = {
+            "requests": len(trace),
+            "distinct_chunks": distinct,
+            "chunk_tokens": CHUNK,
+            "step_tokens": STEP,
+            "characters_per_token": CHARS_PER_TOKEN,
+        }
+        write(options.results, document(options.trace, settings, results))
+    print(table(results, distinct))
     return 0
 
 

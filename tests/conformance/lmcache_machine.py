@@ -5,8 +5,18 @@ An LMCache backend owns its memory, evicts one chunk at a time while a request a
 its policy of keys only. The machine is that engine (`tests/lmcache/backend.py`): it knows which
 request does what, and tells the brute-force reference so, while the policy under test has to find
 out. After every step both must show the same chunks with the same history in the same order of
-eviction. Requests are told apart by their tags here; what happens where tags are equal, the
-package's own tests show.
+eviction.
+
+Left out is exactly what the calls that LMCache makes do not tell, so that no policy can know it:
+
+- Which of two requests with equal tags does something. Here each request has a tag of its own.
+- That a batch was refused in the middle and a later part of the prompt stored all the same: a gap.
+  Here what there was no memory for comes again.
+- Whether a lone question on the storing thread comes from the next store or from an onlooker. Here
+  onlookers and lookups have a thread of their own, as in LMCache.
+- That a request has ended. Here it is over, if it ends its session, when the next one comes.
+
+What is guessed there, and that a wrong guess is put right, the package's own tests show.
 
 Numbers in comments are those of the invariants in the design.
 """

@@ -290,6 +290,22 @@ def test_layerwise_groups_go_together() -> None:
         backend.close()
 
 
+def test_all_keys_of_a_store_bring_the_very_object_it_was_given() -> None:
+    """By it stores of one request are told from those of another with equal tags."""
+    with engine("EVOKE", 20) as cache:
+        tags = [{"lmcache.evoke.source_type": "user"} for _ in range(2)]
+        prompts = [prompt("one", 4), prompt("two", 4)]
+        for end in (2 * CHUNK, 4 * CHUNK):
+            for tokens, given in zip(prompts, tags, strict=True):
+                mask = torch.ones(end, dtype=torch.bool)
+                mask[: end - 2 * CHUNK] = False
+                part = tokens[:end]
+                cache.built.store(tokens=part, mask=mask, prompt=part, request_configs=given)
+        carried = [key.request_configs for key in dict.keys(cache.cpu.hot_cache)]
+        assert len(carried) == 8
+        assert all(configs is tags[0] or configs is tags[1] for configs in carried)
+
+
 # --- configuration ---
 
 

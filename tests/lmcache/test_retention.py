@@ -110,6 +110,49 @@ def test_prefills_that_alternate_are_told_apart_by_their_tags() -> None:
     assert backend.retention.counters.requests == 2
 
 
+@pytest.mark.parametrize("busy", [False, True])
+def test_prefills_with_equal_tags_are_told_apart_by_the_object_they_come_with(busy: bool) -> None:
+    """Where one process schedules and stores, all stores of a request carry one object.
+
+    ``busy``: what was put last is still referenced when the other request stores.
+    """
+    backend = Backend(40)
+    first, second = ({"lmcache.evoke.source_type": "user"} for _ in range(2))
+    backend.look_up("abcdef", dict(first))
+    backend.look_up("uvwxyz", dict(second))
+    backend.store("uv", second)
+    backend.store("ab", first)
+    for end in (4, 6):
+        for path, tags in (("uvwxyz", second), ("abcdef", first)):
+            for thing in dict.values(backend.chunks):
+                thing.references = 2 if busy else 1
+            backend.store(path[:end], tags, start=end - 2)
+    for path in ("abcdef", "uvwxyz"):
+        assert [backend.parent(path[:n]) for n in range(2, 7)] == [path[:n] for n in range(1, 6)]
+    assert backend.retention.counters.requests == 2
+    check(backend)
+
+
+def test_what_no_policy_can_know() -> None:
+    """Equal tags, a new object each time, prefills that take turns out of any scheduler's order:
+    the guess is wrong, costs no chunk, and a lookup puts it right."""
+    backend = Backend(40)
+    tags = {"lmcache.evoke.source_type": "user"}
+    backend.look_up("abcdef", dict(tags))
+    backend.look_up("uvwxyz", dict(tags))
+    backend.store("ab", dict(tags))
+    backend.store("uv", dict(tags))
+    backend.store("abcd", dict(tags), start=2)
+    assert backend.parent("abc") == "uv"  # the newest request's
+    backend.store("uvwx", dict(tags), start=2)
+    check(backend)
+    assert backend.look_up("abcd", dict(tags)) == backend.look_up("uvwx", dict(tags)) == 4
+    assert backend.guarded.candidates(backend.chunks, 0) == []
+    assert [backend.parent("abcd"[:n]) for n in range(1, 5)] == [None, "a", "ab", "abc"]
+    assert [backend.parent("uvwx"[:n]) for n in range(1, 5)] == [None, "u", "uv", "uvw"]
+    check(backend)
+
+
 @pytest.mark.parametrize("tags", [None, {"lmcache.evoke.evoke_session": "one"}])
 @pytest.mark.parametrize("how", ["pinned", "referenced"])
 def test_a_chunk_that_somebody_reads_is_no_batch_that_goes_on(

@@ -16,8 +16,8 @@ _built: list[Any] = []
 
 
 class _Factory(PolicyFactory):
-    def configure(self, engine_config: Any) -> Any:
-        policy = super().configure(engine_config)
+    def configure(self, engine_config: Any, backend: str = "unknown") -> Any:
+        policy = super().configure(engine_config, backend)
         _built.append(policy)
         return policy
 

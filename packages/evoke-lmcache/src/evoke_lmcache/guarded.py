@@ -22,16 +22,23 @@ class GuardedRetention:
     Args:
         retention: what decides.
         complain: called once, with an exception being handled, when it cannot any more.
+        show: told after every change, under the lock; what it raises is one such exception.
 
     Attributes:
         mapping: the dictionary to keep the backend's chunks in.
         failed: whether first in, first out has taken over.
     """
 
-    def __init__(self, retention: Retention, complain: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        retention: Retention,
+        complain: Callable[[str], None],
+        show: Callable[[Retention], None] = lambda retention: None,
+    ) -> None:
         self.retention = retention
         self.failed = False
         self._complain = complain
+        self._show = show
         self.mapping = ChunkMapping(self)
 
     # --- what the dictionary tells ---
@@ -68,7 +75,9 @@ class GuardedRetention:
             return None
         try:
             with self.retention.lock:
-                return act(*args)
+                answer = act(*args)
+                self._show(self.retention)
+                return answer
         except Exception:
             self.failed = True
             self._complain(COMPLAINT)

@@ -8,6 +8,7 @@ on ``cache_policy: EVOKE`` works, for every backend of LMCache that has a cache 
 import asyncio
 import sys
 import threading
+from types import FrameType
 from typing import Any
 
 from lmcache.logging import init_logger
@@ -38,10 +39,13 @@ class PolicyFactory:
         self._lock = threading.RLock()
 
     def __call__(self) -> EvokeCachePolicy:
-        return self.configure(_backends_config() or _loaded_config())
+        config, backend = _asking_backend()
+        return self.configure(config or _loaded_config(), backend)
 
-    def configure(self, engine_config: Any) -> EvokeCachePolicy:
+    def configure(self, engine_config: Any, backend: str = "unknown") -> EvokeCachePolicy:
         """Build a policy for an LMCache configuration (None: settings from the environment only).
+
+        ``backend`` names it in the metrics.
 
         Raises:
             SystemExit: a setting that cannot be honoured. LMCache would log any other exception
@@ -61,6 +65,7 @@ class PolicyFactory:
             lineage=self._lineage,
             names=self._names,
             lock=self._lock,
+            backend=backend,
         )
         logger.info(
             "EVOKE decides what this backend evicts; policy %s, w_recency %g, w_reuse %g, "
@@ -95,13 +100,16 @@ def _let_the_process_end() -> None:
             loop.call_soon_threadsafe(loop.stop)
 
 
-def _backends_config() -> Any:
-    """Return the configuration in the hands of the constructor that asks for a policy, if any."""
-    frame = sys._getframe(2)  # above the factory
+def _asking_backend() -> tuple[Any, str]:
+    """Return the configuration in the hands of the constructor that asks for a policy, if any, and
+    the class of what it constructs."""
+    frame: FrameType | None = sys._getframe(2)  # above the factory
     while frame is not None and frame.f_code.co_name != "__init__":
         frame = frame.f_back
-    given = frame.f_locals.get("config") if frame is not None else None
-    return given if hasattr(given, "cache_policy") else None
+    if frame is None:
+        return None, "unknown"
+    given, backend = frame.f_locals.get("config"), type(frame.f_locals.get("self")).__name__
+    return (given, backend) if hasattr(given, "cache_policy") else (None, "unknown")
 
 
 def _loaded_config() -> Any:

@@ -14,6 +14,7 @@ from evoke_core import EvokeConfig, TagProblem
 from evoke_lmcache.guarded import GuardedRetention
 from evoke_lmcache.lineage import Lineage
 from evoke_lmcache.mapping import ChunkMapping
+from evoke_lmcache.metrics import Metrics
 from evoke_lmcache.naming import Names
 from evoke_lmcache.retention import Retention
 
@@ -27,6 +28,7 @@ class EvokeCachePolicy(BaseCachePolicy[Any, ChunkMapping]):
         config: the operator's settings; defaults if None.
         tokens_per_chunk: LMCache's chunk size.
         lineage, names, lock: shared by the policies of one process.
+        backend: the backend's name in the metrics.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class EvokeCachePolicy(BaseCachePolicy[Any, ChunkMapping]):
         lineage: Lineage | None = None,
         names: Names | None = None,
         lock: "threading.RLock | None" = None,
+        backend: str = "unknown",
     ) -> None:
         self.retention = Retention(
             EvokeConfig() if config is None else config,
@@ -46,10 +49,15 @@ class EvokeCachePolicy(BaseCachePolicy[Any, ChunkMapping]):
             lock=lock,
             warn=_warn,
         )
-        self.guarded = GuardedRetention(self.retention, logger.exception)
+        self._metrics = Metrics(backend)
+        self.guarded = GuardedRetention(self.retention, self._give_up, self._metrics.show)
 
     def init_mutable_mapping(self) -> ChunkMapping:
         return self.guarded.mapping
+
+    def _give_up(self, complaint: str) -> None:
+        logger.exception(complaint)
+        self._metrics.fail()
 
     def update_on_hit(self, key: Any, cache_dict: Any) -> None:
         self.guarded.hit(key)

@@ -11,10 +11,11 @@ where in the prompt a chunk stands and what comes before it is not said, but can
   nobody looks up, belongs to the newest request that has begun to store. But when that one has
   stored one small batch, and the one before it has just stored a full one, they share a step of
   the scheduler: new requests are stored first, the last part of the running one follows.
-- All of a request's keys carry the same ``request_configs``: its tags.
+- All of a request's keys carry the same ``request_configs``: its tags. Where one process schedules
+  and stores, even the same object on every store; another object says nothing.
 
 A wrong guess is possible only between requests that store at the same time and have the same
-tags. It is put right by the first lookup that finds the chunks.
+tags (or none), in different objects. It is put right by the first lookup that finds the chunks.
 
 Guarantees: the index holds exactly the chunks that the dictionary holds; a request counts once per
 chunk; ``candidates`` changes nothing that decides later ones; memory is bounded. All calls may come
@@ -57,6 +58,7 @@ class _Stream:
         batches: how many it has stored.
         batch: chunks of the last one.
         stored_at: number of the last one.
+        stored_with: the tags it came with, the object itself.
     """
 
     request_id: str
@@ -68,6 +70,7 @@ class _Stream:
     batches: int = 0
     batch: int = 0
     stored_at: int = 0
+    stored_with: Mapping[str, Any] | None = None
 
     @property
     def stored(self) -> bool:
@@ -523,6 +526,7 @@ class Retention:
             else:
                 self._extend(stream, between)
         self._note_batch(stream, new=not ongoing or stream is not self._batch)
+        stream.stored_with = configs
         if stream.looked_up:
             self._newest = stream
         return stream, stream.end - 1
@@ -534,8 +538,8 @@ class Retention:
         if thread.put is None:
             return False
         name, key = thread.put
-        if _configs(key) != configs:
-            return False
+        if _configs(key) is not configs:
+            return False  # the keys of a batch share one object
         return name in self._placed or (key in self._keys(name) and _referenced(mapping, key))
 
     def _note_batch(self, stream: _Stream, *, new: bool) -> None:
@@ -573,6 +577,10 @@ class Retention:
         ]
         if not storing:
             return None
+        if configs is not None:
+            for stream in storing:
+                if stream.stored_with is configs:
+                    return stream.chain[-1]
         newest = storing.pop()
         running = max(storing, key=lambda stream: stream.stored_at, default=None)
         full = self._full_batch - 1  # a chunk more or less is a matter of alignment

@@ -42,7 +42,7 @@ class EvokeStoragePlugin(StorageBackendInterface):
         self.local_cpu_backend = local_cpu_backend
         if local_cpu_backend is None:  # the scheduler's side of the connector holds no chunks
             return
-        policy = register().configure(config)
+        policy = register().configure(config, type(local_cpu_backend).__name__)
         with local_cpu_backend.cpu_lock:
             if len(local_cpu_backend.hot_cache):
                 logger.error("EVOKE came too late: the CPU backend already holds chunks")
