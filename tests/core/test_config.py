@@ -341,3 +341,13 @@ def test_anything_else_is_refused_in_one_line_or_honoured(mapping: object) -> No
         message = str(error)
     assert message
     assert "\n" not in message
+
+
+def test_an_adapter_names_the_policy_that_holds_unless_another_is_named() -> None:
+    assert EvokeConfig.load(default_policy="lru", environ={}).policy == "lru"
+    assert EvokeConfig.load({"policy": "adaptive"}, default_policy="lru", environ={}).policy == (
+        "adaptive"
+    )
+    assert EvokeConfig.load({"w_reuse": 0.2}, default_policy="lru", environ={}).policy == "scored"
+    by_environment = EvokeConfig.load(default_policy="lru", environ={"EVOKE_POLICY": "scored"})
+    assert by_environment.policy == "scored"

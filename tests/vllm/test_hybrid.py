@@ -8,6 +8,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="no vLLM here: run `nox -s tests-vllm`")
 
+import vllm.version
+from packaging.version import Version
 from vllm.v1.kv_offload.base import ReqContext, make_offload_key
 
 from evoke_core import Decision
@@ -90,3 +92,16 @@ def test_conversations_are_kept_under_lru_as_by_stock(scans: float) -> None:
     stock, ours = (share_restored(prompts, 150, ARMS[name]) for name in ("stock LRU", "lru"))
     assert stock > 0.2
     assert ours > stock - 0.01
+
+
+@pytest.mark.parametrize("named", [None, "adaptive"])
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_the_policy_of_a_hybrid_model_is_lru_where_windows_are_kept_at_ends(
+    hybrid: bool, named: str | None
+) -> None:
+    layers = [full(), window()] if hybrid else [full()]
+    extra = {"evoke": {"policy": named}} if named else {}
+    manager = create_spec(extra=extra, layers=layers).get_manager()
+    at_ends = Version(vllm.version.__version__.split("+")[0]) >= Version("0.30")
+    expected = "lru" if hybrid and at_ends and named is None else "adaptive"
+    assert manager.ledger.index.config.policy == expected

@@ -148,12 +148,14 @@ class EvokeConfig:
         environ: Mapping[str, str] | None = None,
         source: str = "evoke",
         say: Callable[[str], None] = lambda line: None,
+        default_policy: str = ADAPTIVE,
     ) -> "EvokeConfig":
         """Build the settings from a mapping (named ``source`` in errors) and the environment.
 
         Variables are ``EVOKE_`` and the setting's name in capitals, and ``EVOKE_FLOOR_<ROLE>``
         for one role's floor. ``environ`` defaults to the process's environment. Weights or a
-        half-life without a policy select ``"scored"``, and ``say`` is told so.
+        half-life without a policy select ``"scored"``, and ``say`` is told so; without any of
+        them the policy is ``default_policy``.
 
         Raises:
             ConfigError: a wrong value, an unknown key, or an ``EVOKE_`` variable that looks like
@@ -170,6 +172,7 @@ class EvokeConfig:
         if formula and "policy" not in given:
             given["policy"] = SCORED
             say(f"{', '.join(formula)} without a policy: policy is {SCORED}")
+        given.setdefault("policy", default_policy)
         try:
             return cls(**given)
         except ConfigError as error:

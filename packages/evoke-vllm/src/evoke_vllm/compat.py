@@ -12,6 +12,7 @@ Differences are found by capability, so that releases between the tested ones wo
     0.27   gauges for reads and writes apart            usage
     0.27   an out-of-tree policy for the stock manager  (evoke_vllm.policy)
     0.30   num_blocks -> num_chunks                     slots, shared_region, region_view
+    0.30   windows are kept where a prompt ended only   default_policy
     0.31   touch is not called; contexts have positions HAS_POSITIONS, positions
     0.32   a hit names the tier that it came from       LOAD_SOURCE
     0.33   groups say how far their attention reaches   Given.read
@@ -23,7 +24,7 @@ Raises:
 
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from attrs import frozen
@@ -34,6 +35,7 @@ from evoke_vllm import versions
 
 versions.check(vllm_version)
 
+from vllm.config import CacheConfig  # noqa: E402
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig  # noqa: E402
 from vllm.v1.kv_offload import base  # noqa: E402
 from vllm.v1.kv_offload.cpu.common import (  # noqa: E402
@@ -95,6 +97,18 @@ HAS_POSITIONS = hasattr(base.ReqContext, "get_offload_key_position")
 def positions(context: base.ReqContext) -> Mapping[bytes, int]:
     """The token at which each block of the request ends, in the order in which it was named."""
     return getattr(context, "_offload_key_positions", None) or {}
+
+
+def default_policy(window_groups: Collection[int]) -> str:
+    """The policy where none is named.
+
+    Where windows are kept only at the ends of prompts, a hit takes a conversation's whole chain and
+    its last window, and ``adaptive``, which drops ends, can lose what it kept.
+    """
+    return "lru" if _WINDOWS_AT_ENDS and window_groups else "adaptive"
+
+
+_WINDOWS_AT_ENDS = hasattr(CacheConfig, "prefix_cache_retention_interval")
 
 
 # --- the spec -------------------------------------------------------------------------------------
@@ -273,6 +287,7 @@ __all__ = [
     "blocks_per_slot",
     "bytes_per_slot",
     "callers_window_groups",
+    "default_policy",
     "info",
     "positions",
     "region_view",

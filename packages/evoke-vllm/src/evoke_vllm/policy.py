@@ -57,10 +57,14 @@ class EvokeCachePolicy(CachePolicy):
     ) -> None:
         super().__init__(cache_capacity)
         self.cache_capacity = cache_capacity
-        if config is None:
-            config = EvokeConfig.load(None, source="the environment", say=logger.info)
         windows = compat.callers_window_groups() if window_groups is None else window_groups
         self._windows = frozenset(windows)
+        if config is None:
+            config = EvokeConfig.load(
+                source="the environment",
+                say=logger.info,
+                default_policy=compat.default_policy(self._windows),
+            )
         self.index = RetentionIndex(
             config,
             window_groups=chains.window_groups(self._windows, range(MAX_GROUPS)),

@@ -6,7 +6,7 @@ the stock one.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from typing_extensions import override
@@ -48,7 +48,7 @@ class EvokeOffloadingSpec(MetricsMixin, HostWorkerMixin):
     def __init__(self, *given: Any) -> None:
         self._given = compat.Given.read(*given)
         extra = self._given.extra
-        self._evoke_config = load_config(extra)
+        self._evoke_config = load_config(extra, self._given.window_groups)
         self._store_threshold = integer(extra, "store_threshold", 0, least=0)
         self._max_tracker_size = integer(extra, "max_tracker_size", 64_000, least=1)
         check_sizes(self._given)
@@ -106,13 +106,20 @@ def manager_arguments(
     }
 
 
-def load_config(extra: Mapping[str, Any]) -> EvokeConfig:
+def load_config(extra: Mapping[str, Any], window_groups: Collection[int]) -> EvokeConfig:
     """Read the settings from vLLM's extra configuration and the environment.
+
+    The model's groups without full attention decide which policy is the default.
 
     Raises:
         ConfigError: a setting that cannot be honoured, in one line.
     """
-    config = EvokeConfig.load(extra.get(CONFIG_KEY), source=SOURCE, say=logger.info)
+    config = EvokeConfig.load(
+        extra.get(CONFIG_KEY),
+        source=SOURCE,
+        say=logger.info,
+        default_policy=compat.default_policy(window_groups),
+    )
     for name in ("w_attention", "w_coherence"):
         if value := getattr(config, name):
             variable = f"EVOKE_{name.upper()}"

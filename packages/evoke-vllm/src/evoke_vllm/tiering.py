@@ -131,7 +131,7 @@ class EvokeTieringSpec(MetricsMixin, HostWorkerMixin, TieringOffloadingSpec):
     def __init__(self, *given: Any) -> None:
         self._given = compat.Given.read(*given)
         extra = self._given.extra
-        self._evoke_config = load_config(extra)
+        self._evoke_config = load_config(extra, self._given.window_groups)
         check_sizes(self._given)
         if integer(extra, "store_threshold", 0, least=0) > 1:
             raise ConfigError(
