@@ -11,7 +11,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from bench.demo.results import machine, versions
+from bench.envelope import machine, versions
 
 SCHEMA = 1
 
