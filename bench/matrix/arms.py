@@ -25,8 +25,8 @@ _SPECS = "bench.matrix.overhead"
 class Arm:
     """A named way to serve.
 
-    `spec`: class of overhead.py; `policy` is what predict.py simulates; `lmcache`: what evoke-lmcache
-    composes. `extra` goes to the spec.
+    `spec`: class of overhead.py; `policy` is what predict.py simulates; `lmcache`: what is composed
+    with LMCache. `extra` goes to the spec.
     """
 
     name: str

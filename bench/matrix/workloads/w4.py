@@ -4,7 +4,7 @@ Each chat grows by a user's turn and a fixed assistant's turn; a later turn's pr
 of the earlier ones. Half the chats are short and never come back: they are what a tier keeps in
 vain. Arrival times are the Mooncake conversation trace's timestamps, scaled, when the trace is
 pointed at (`--arrivals FILE`, by default the one beside this repository); otherwise a Poisson
-process. A result says which. Several requests are on their way at the same time, so what a cache did
+process. A result says which. Several requests are on their way at the same time: what a cache did
 is known for the server as a whole, and per request only how many prompt tokens were not computed.
 
 Options: chats, turns, turn_tokens, per_second (mean arrivals).

@@ -16,5 +16,4 @@ from bench.matrix.workloads.work import Ask, Work
 def make(ask: Ask) -> Work:
     """Return the requests of W1S with eight hot contexts and two cold ones in each loop."""
     sized = replace(ask, options={"hot": 8, "cold": 2, **ask.options})
-    work = w1s.make(sized)
-    return work
+    return w1s.make(sized)
