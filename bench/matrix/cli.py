@@ -115,8 +115,8 @@ def plan(name: str, predict: bool, **options: Any) -> None:
 def run(name: str, publish: bool, **options: Any) -> None:
     """Run the cells of a matrix that are not finished; go on after an interruption.
 
-    Ctrl-C ends the server and loses the cell that was running. Cells whose configuration changed are
-    run again.
+    Ctrl-C ends the server and loses the cell that was running. Cells whose configuration
+    changed are run again.
     """
     from bench.matrix.run import run_cells
 

@@ -2,8 +2,9 @@
 
 `Stock` is the stock tier, `Evoke` EVOKE's, `Published` the seed's formula. Each adds up the CPU
 time of the scheduler's thread inside manager calls, and between the ends of scheduler steps:
-manager time over step time is what a policy costs. A step's time is that thread's too (scheduler, and with one
-worker in the process the model's own thread); waiting for work is none. Nested calls count once.
+manager time over step time is what a policy costs. A step's time is that thread's too (scheduler,
+and with one worker in the process the model's own thread); waiting for work is none. Nested calls
+count once.
 
 `bench_profile` in the extra configuration names the file, JSON, that is written when the engine
 ends and now and then before. Without it nothing is measured.

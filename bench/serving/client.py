@@ -99,7 +99,7 @@ class Connection:
                 if response.is_error:
                     text = response.read().decode(errors="replace")
                     raise self._server.failure(f"the server refused a request ({text})")
-                for line in response.iter_lines():
+                for line in _lines(response.iter_bytes()):
                     data = line.removeprefix("data: ")
                     if not data or data == "[DONE]":
                         continue
@@ -131,6 +131,17 @@ def greedy(
     if kv_transfer_params is not None:
         body["kv_transfer_params"] = kv_transfer_params
     return body
+
+
+def _lines(chunks: Iterable[bytes]) -> Iterator[str]:
+    """Yield lines that end with a line feed, and no other: JSON may hold other separators."""
+    rest = b""
+    for chunk in chunks:
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            yield line.decode(errors="replace").rstrip("\r")
+    if rest:
+        yield rest.decode(errors="replace")
 
 
 class Client(Connection):
