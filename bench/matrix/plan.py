@@ -41,8 +41,8 @@ def _planned(bench: "Bench", cell: Cell, advance: Callable[[], None]) -> Planned
         part=cell.part,
         digest=cell.digest,
         cannot_run=cell.cannot_run,
-        predicted=foreseen and foreseen.restored,
-        predicted_hot=foreseen and foreseen.hot,
+        predicted=None if foreseen is None else foreseen.restored,
+        predicted_hot=None if foreseen is None else foreseen.hot,
     )
 
 

@@ -281,8 +281,8 @@ def _overhead(cells: Sequence[Result]) -> list[Block]:
     headers = ("arm", "steps", "per step", "share of the step", "dearest step", "times A1's")
     told = (
         "CPU time of the scheduler's thread inside the tier's manager, per scheduler step, over "
-        "all cells; a step's time is that thread's from the end of one step to the end of the next. "
-        "The ratio is paired by workload, budget and seed."
+        "all cells; a step's time is that thread's from the end of one step to the end of the "
+        "next. The ratio is paired by workload, budget and seed."
     )
     return [Heading("Scheduler overhead"), Table(headers, lines), Text(told)]
 

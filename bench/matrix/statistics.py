@@ -71,8 +71,8 @@ def compare(pairs: Sequence[Pair], *, draws: int = DRAWS) -> Difference | None:
     kept = [pair for pair in pairs if len(pair.top_a)]
     if not kept:
         return None
-    a = _ratio(sum(p.top_a.sum() for p in kept), sum(p.under_a.sum() for p in kept))
-    b = _ratio(sum(p.top_b.sum() for p in kept), sum(p.under_b.sum() for p in kept))
+    a = _whole([(p.top_a, p.under_a) for p in kept])
+    b = _whole([(p.top_b, p.under_b) for p in kept])
     if not (np.isfinite(a) and np.isfinite(b)):
         return None
     sums = _draw([np.stack([p.top_a, p.under_a, p.top_b, p.under_b]) for p in kept], draws)
@@ -89,11 +89,11 @@ def estimate(parts: Sequence[tuple[_Numbers, _Numbers]], *, draws: int = DRAWS) 
     kept = [(top, under) for top, under in parts if len(top)]
     if not kept:
         return None
-    value = _ratio(sum(top.sum() for top, _ in kept), sum(under.sum() for _, under in kept))
+    value = _whole(kept)
     if not np.isfinite(value):
         return None
     sums = _draw([np.stack(part) for part in kept], draws)
-    return Estimate(float(value), *_interval(_ratio(sums[0], sums[1])))
+    return Estimate(value, *_interval(_ratio(sums[0], sums[1])))
 
 
 def _draw(seeds: Sequence[_Numbers], draws: int) -> _Numbers:
@@ -109,7 +109,12 @@ def _draw(seeds: Sequence[_Numbers], draws: int) -> _Numbers:
     return total
 
 
-def _ratio(top: _Numbers | float, under: _Numbers | float) -> _Numbers:
+def _whole(parts: Sequence[tuple[_Numbers, _Numbers]]) -> float:
+    under = float(sum(float(part.sum()) for _, part in parts))
+    return float(sum(float(part.sum()) for part, _ in parts)) / under if under else float("nan")
+
+
+def _ratio(top: _Numbers, under: _Numbers) -> _Numbers:
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.asarray(np.divide(top, under), dtype=float)
 
