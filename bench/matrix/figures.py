@@ -6,6 +6,7 @@ be reached). `cached`: prompt tokens not computed, wherever they were, of all. I
 `restored` is known for the server as a whole: there a seed counts like one request.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -115,6 +116,7 @@ class Overhead:
 
     steps: int
     calls: int
+    dearest: str
     per_step_us: float
     share: float
     worst_us: float
@@ -130,10 +132,23 @@ def overhead(cells: Sequence[Result]) -> Overhead | None:
     return Overhead(
         steps=steps,
         calls=sum(each["calls"] for each in kept),
+        dearest=_dearest(kept),
         per_step_us=manager / steps / 1000,
         share=manager / sum(each["step_ns"] for each in kept),
         worst_us=max(each["worst_step_ns"] for each in kept) / 1000,
     )
+
+
+def _dearest(kept: Sequence[Mapping[str, int]]) -> str:
+    """Return the call that most time went into, with its share; empty where it is not known."""
+    known = ("manager_ns", "step_ns", "worst_step_ns")
+    totals = Counter[str]()
+    for each in kept:
+        totals.update({k: v for k, v in each.items() if k.endswith("_ns") and k not in known})
+    if not totals.total():
+        return "-"
+    name, spent = totals.most_common(1)[0]
+    return f"{name.removesuffix('_ns')}, {spent / totals.total():.0%}"
 
 
 def overhead_ratio(cells: Sequence[Result], ours: str, rival: str) -> Difference | None:

@@ -3,6 +3,7 @@
 import io
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from bench.matrix.arms import ARMS
 from bench.matrix.figures import CACHED, HOT_RESTORED, HOT_TTFT, RESTORED, TTFT, Figure, value
@@ -36,7 +37,7 @@ def draw(planned: Sequence[Planned], measured: Mapping[str, Arms]) -> str:
         r.open_loop for arms in measured.values() for x in arms.values() for r in x.values()
     )
     hits = CACHED if open_loop else HOT_RESTORED if hot else RESTORED
-    settings = {
+    settings: Any = {
         "font.family": "sans-serif",
         "font.size": 9,
         "svg.fonttype": "none",
@@ -63,7 +64,7 @@ def draw(planned: Sequence[Planned], measured: Mapping[str, Arms]) -> str:
 
 
 def _bars(
-    axis: object,
+    axis: Any,
     figure: Figure,
     planned: Sequence[Planned],
     measured: Mapping[str, Arms],
@@ -83,7 +84,7 @@ def _bars(
             below.append(scale * max(0.0, found.value - found.low))
             above.append(scale * max(0.0, found.high - found.value))
         if xs:
-            axis.bar(  # type: ignore[attr-defined]
+            axis.bar(
                 xs,
                 heights,
                 width * 0.92,
@@ -94,12 +95,12 @@ def _bars(
             )
         if figure in (RESTORED, HOT_RESTORED):
             _foreseen(axis, figure, planned, list(measured), name, (place, len(names)), width)
-    axis.set_xticks(range(len(measured)), [f"tier {b}" if b else "no tier" for b in measured])  # type: ignore[attr-defined]
-    axis.set_ylim(bottom=0)  # type: ignore[attr-defined]
+    axis.set_xticks(range(len(measured)), [f"tier {b}" if b else "no tier" for b in measured])
+    axis.set_ylim(bottom=0)
 
 
 def _foreseen(
-    axis: object,
+    axis: Any,
     figure: Figure,
     planned: Sequence[Planned],
     budgets: Sequence[str],
@@ -113,6 +114,6 @@ def _foreseen(
         known = [rate for rate in rates if rate is not None]
         if known:
             x = position + (place[0] - (place[1] - 1) / 2) * width
-            axis.plot(  # type: ignore[attr-defined]
+            axis.plot(
                 [x], [100 * sum(known) / len(known)], "D", ms=4, mfc="white", mec="#222", mew=1
             )

@@ -273,12 +273,21 @@ def _overhead(cells: Sequence[Result]) -> list[Block]:
                 f"{spent.per_step_us:.1f} µs",
                 f"{spent.share:.3%}",
                 f"{spent.worst_us / 1000:.2f} ms",
+                spent.dearest,
                 against,
             ]
         )
     if not lines:
         return []
-    headers = ("arm", "steps", "per step", "share of the step", "dearest step", "times A1's")
+    headers = (
+        "arm",
+        "steps",
+        "per step",
+        "share of the step",
+        "dearest step",
+        "dearest call",
+        "times A1's",
+    )
     told = (
         "CPU time of the scheduler's thread inside the tier's manager, per scheduler step, over "
         "all cells; a step's time is that thread's from the end of one step to the end of the "

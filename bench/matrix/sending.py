@@ -87,7 +87,9 @@ def _stream(client: Client, request: Request, decode: Decode) -> Row:
         stream_options={"include_usage": True},
     )
     started = time.perf_counter()
-    ttft_s, tokens, cached = 0.0, [], None
+    ttft_s = 0.0
+    tokens: list[int] = []
+    cached: int | None = None
     for item in client.stream(body):
         new = item["choices"][0].get("token_ids") if item["choices"] else None
         if new:

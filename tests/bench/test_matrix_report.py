@@ -188,7 +188,7 @@ def test_the_headline_goes_between_its_markers() -> None:
     found = cells()
     text = fill(f"before\n{BEGIN}\nold\n{END}\nafter\n", plan_of(found), found)
     assert "old" not in text
-    assert "| W1S, 1.6x hot | EVOKE | 75.0% | 37.5% | 0.30 s | 100.0% |" in text
+    assert "| W1S, 1.6x hot | EVOKE | 37.5% | 75.0% | 0.30 s | 100.0% |" in text
     assert text.startswith("before\n")
     assert text.endswith("\nafter\n")
     assert fill(text, plan_of(found), found) == text

@@ -106,7 +106,8 @@ def test_a_run_measures_every_cell_that_can_run(
     assert "127.0.0.1" not in text
     plan = Plan.load(tmp_path / "out")
     assert len(plan.cells) == 6
-    assert [p.cannot_run for p in plan.cells if p.arm == "A4"][0]
+    [refused] = [p.cannot_run for p in plan.cells if p.arm == "A4"]
+    assert refused
     assert all(p.predicted is not None for p in plan.cells if p.arm == "A2")
 
 
@@ -161,7 +162,7 @@ def test_a_cell_that_fails_does_not_end_the_run(
     ready = bench(tmp_path)
     cells, out = list(ready.matrix.cells[:3]), tmp_path / "out"
     servers.fail_at = 1
-    with pytest.raises(BenchError, match="1 cells failed, the first: w1s-A1-1.6xhot-seed0"):
+    with pytest.raises(BenchError, match=r"1 cells failed, the first: w1s-A1-1\.6xhot-seed0"):
         run_cells(ready, cells, out, reporter)
     assert names(waiting(cells, out)) == names(cells)[:1]
 

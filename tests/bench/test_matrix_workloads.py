@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -40,7 +41,7 @@ def trace(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("name", sorted(NAMES))
 def test_a_seed_decides_everything(name: str, trace: Path) -> None:
     files = {"trace": trace}
-    small = {"sessions": 2} if name == "w3" else {}
+    small: dict[str, Any] = {"sessions": 2} if name == "w3" else {}
     first = make(name, files=files, **small)
     assert first == make(name, files=files, **small)
     others = [make(name, seed, files, **small).requests for seed in range(1, 6)]
@@ -78,7 +79,7 @@ def test_a_chat_grows_by_its_turns() -> None:
     grown = [prompts for prompts in turns.values() if len(prompts) > 1]
     assert grown
     for prompts in grown:
-        for one, two in zip(prompts, prompts[1:], strict=False):
+        for one, two in pairwise(prompts):
             shared = next(n for n, (a, b) in enumerate(zip(one, two, strict=False)) if a != b)
             assert shared > len(one) - 32
     due = [request.arrival_s or 0.0 for request in work.requests]
