@@ -8,7 +8,7 @@ when its configuration changes and never otherwise.
 import json
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from hashlib import sha256
@@ -17,7 +17,7 @@ from typing import Any
 
 from bench.errors import UsageProblem
 from bench.matrix.arms import ARMS
-from bench.matrix.workloads import NAMES
+from bench.matrix.workloads import NAMES, NEEDS
 from bench.matrix.workloads.work import Work
 
 FOLDER = Path(__file__).resolve().parent
@@ -100,9 +100,14 @@ class Cell:
         """Return what the engine runs on."""
         return str(self.server["device"])
 
-    @property
-    def cannot_run(self) -> str | None:
-        """Return why the cell cannot run on its matrix's device, or None."""
+    def cannot_run(self, files: Container[str]) -> str | None:
+        """Return why the cell cannot run on its device or without a file, or None.
+
+        `files`: names of the options that point at one.
+        """
+        needed = NEEDS.get(self.workload)
+        if needed is not None and needed not in files:
+            return f"no file was given with --{needed}"
         return ARMS[self.arm].refused_on(self.device)
 
     def configuration(self) -> dict[str, Any]:

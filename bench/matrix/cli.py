@@ -79,7 +79,8 @@ def plan(name: str, predict: bool, **options: Any) -> None:
     matrix = load_matrix(name)
     cells = _select(matrix, options)
     reporter = Reporter(make_console())
-    left = waiting(cells, options["results"] or RESULTS / matrix.name)
+    files = _files(options)
+    left = waiting(cells, options["results"] or RESULTS / matrix.name, files)
     foreseen = {}
     if predict:
         made = planning.make_plan(_bench(matrix, options, reporter), reporter)
@@ -91,7 +92,7 @@ def plan(name: str, predict: bool, **options: Any) -> None:
     waits = {cell.name for cell in left}
     for title, members in planning.groups(cells):
         todo = sum(cell.name in waits for cell in members)
-        reason = members[0].cannot_run
+        reason = members[0].cannot_run(files)
         done = "-" if reason else str(len(members) - todo)
         line = [
             title,
@@ -223,6 +224,13 @@ def _bench(matrix: Matrix, options: dict[str, Any], reporter: Reporter) -> Any:
     from bench.matrix.models import find_model, load_tokenizer
     from bench.matrix.run import Bench
 
+    model = find_model(matrix.model, options["model"], options["cache"], reporter.say)
+    encode, decode = load_tokenizer(model)
+    return Bench(matrix, model, encode, decode, _files(options))
+
+
+def _files(options: dict[str, Any]) -> dict[str, Path]:
+    """Return the files that were pointed at, and those that lie beside this repository."""
     files = {name: path for name, path in _DEFAULT_FILES.items() if path.is_file()}
     for name in (DATA, TRACE, ARRIVALS):
         given: Path | None = options[name]
@@ -230,9 +238,7 @@ def _bench(matrix: Matrix, options: dict[str, Any], reporter: Reporter) -> Any:
             if not given.is_file():
                 raise UsageProblem(f"--{name}: file not found: {given}")
             files[name] = given
-    model = find_model(matrix.model, options["model"], options["cache"], reporter.say)
-    encode, decode = load_tokenizer(model)
-    return Bench(matrix, model, encode, decode, files)
+    return files
 
 
 def _publish(matrix: Matrix, folder: Path) -> int:

@@ -7,6 +7,7 @@ from bench.matrix.arms import ARMS
 from bench.matrix.cells import Cell
 from bench.matrix.predict import Prediction, predict
 from bench.matrix.results import Plan, Planned
+from bench.matrix.workloads import NEEDS
 from bench.progress import Reporter
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def _planned(bench: "Bench", cell: Cell, advance: Callable[[], None]) -> Planned
         seed=cell.seed,
         part=cell.part,
         digest=cell.digest,
-        cannot_run=cell.cannot_run,
+        cannot_run=cell.cannot_run(bench.files),
         predicted=None if foreseen is None else foreseen.restored,
         predicted_hot=None if foreseen is None else foreseen.hot,
     )
@@ -48,7 +49,7 @@ def _planned(bench: "Bench", cell: Cell, advance: Callable[[], None]) -> Planned
 
 def _predict(bench: "Bench", cell: Cell) -> Prediction | None:
     arm = ARMS[cell.arm]
-    if arm.policy is None or not cell.budget:
+    if arm.policy is None or not cell.budget or _lacks_file(bench, cell):
         return None
     sizes = bench.sizes(cell)
     return predict(
@@ -58,6 +59,11 @@ def _predict(bench: "Bench", cell: Cell) -> Prediction | None:
         gpu_blocks=sizes.gpu_blocks,
         threshold=arm.threshold,
     )
+
+
+def _lacks_file(bench: "Bench", cell: Cell) -> bool:
+    needed = NEEDS.get(cell.workload)
+    return needed is not None and needed not in bench.files
 
 
 def groups(cells: Sequence[Cell]) -> list[tuple[str, list[Cell]]]:

@@ -7,7 +7,7 @@ it stopped. A cell that fails is said and the next one runs; the run then ends w
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -57,12 +57,12 @@ class Bench:
         return measure(cell, self.work(cell), self.model)
 
 
-def waiting(cells: Sequence[Cell], results: Path) -> list[Cell]:
-    """Return the cells that can run here and are not finished, in order."""
+def waiting(cells: Sequence[Cell], results: Path, files: Container[str]) -> list[Cell]:
+    """Return the cells that can run here, with these files, and are not finished, in order."""
     return [
         cell
         for cell in cells
-        if cell.cannot_run is None and not finished(results, cell.name, cell.digest)
+        if cell.cannot_run(files) is None and not finished(results, cell.name, cell.digest)
     ]
 
 
@@ -73,9 +73,10 @@ def run_cells(bench: Bench, cells: Sequence[Cell], results: Path, reporter: Repo
     """
     results.mkdir(parents=True, exist_ok=True)
     make_plan(bench, reporter).save(results)
-    left = waiting(cells, results)
-    skipped = len([cell for cell in cells if cell.cannot_run is None]) - len(left)
-    reporter.say(f"{len(left)} cells to run, {skipped} finished, {_reasons(cells)}")
+    left = waiting(cells, results, bench.files)
+    reasons = [reason for cell in cells if (reason := cell.cannot_run(bench.files))]
+    skipped = len(cells) - len(reasons) - len(left)
+    reporter.say(f"{len(left)} cells to run, {skipped} finished, {_said(reasons)}")
     pace = Pace(left)
     failed = []
     for number, cell in enumerate(left, 1):
@@ -193,7 +194,6 @@ def _read_profile(path: Path) -> dict[str, int]:
     return found
 
 
-def _reasons(cells: Sequence[Cell]) -> str:
-    reasons = {cell.cannot_run for cell in cells if cell.cannot_run}
-    count = sum(cell.cannot_run is not None for cell in cells)
-    return f"{count} cannot run here" + (f" ({'; '.join(sorted(reasons))})" if reasons else "")
+def _said(reasons: Sequence[str]) -> str:
+    told = f" ({'; '.join(sorted(set(reasons)))})" if reasons else ""
+    return f"{len(reasons)} cannot run here{told}"

@@ -133,12 +133,12 @@ def test_an_interrupted_run_goes_on_where_it_stopped(
     with pytest.raises(KeyboardInterrupt):
         run_cells(ready, cells, out, reporter)
     assert servers.alive == 0
-    assert names(waiting(cells, out)) == names(cells)[1:]
+    assert names(waiting(cells, out, ())) == names(cells)[1:]
     first = (out / f"{cells[0].name}.json").read_bytes()
     (out / f"{cells[1].name}.json.part").write_text('{"schema": 1')  # half-written, by a kill
     run_cells(ready, cells, out, reporter)
     assert len(servers.booted) == 2 + 3
-    assert waiting(cells, out) == []
+    assert waiting(cells, out, ()) == []
     assert (out / f"{cells[0].name}.json").read_bytes() == first
     run_cells(ready, cells, out, reporter)
     assert len(servers.booted) == 5, "finished cells are not repeated"
@@ -151,9 +151,9 @@ def test_a_changed_configuration_is_run_again(
     ready = bench(tmp_path)
     run_cells(ready, ready.matrix.cells[:1], out, reporter)
     other = bench(tmp_path, MATRIX.replace("loops = 3", "loops = 4"))
-    assert names(waiting(other.matrix.cells[:1], out)) == ["w1s-A1-1.6xhot-seed0"]
+    assert names(waiting(other.matrix.cells[:1], out, ())) == ["w1s-A1-1.6xhot-seed0"]
     slower = bench(tmp_path, MATRIX.replace("seconds = 10", "seconds = 99"))
-    assert waiting(slower.matrix.cells[:1], out) == []
+    assert waiting(slower.matrix.cells[:1], out, ()) == []
 
 
 def test_a_cell_that_fails_does_not_end_the_run(
@@ -164,7 +164,7 @@ def test_a_cell_that_fails_does_not_end_the_run(
     servers.fail_at = 1
     with pytest.raises(BenchError, match=r"1 cells failed, the first: w1s-A1-1\.6xhot-seed0"):
         run_cells(ready, cells, out, reporter)
-    assert names(waiting(cells, out)) == names(cells)[:1]
+    assert names(waiting(cells, out, ())) == names(cells)[:1]
 
 
 def test_an_open_loop_sends_when_due(tmp_path: Path, servers: Servers, reporter: Reporter) -> None:
@@ -228,7 +228,10 @@ def test_the_matrices_that_come_with_it() -> None:
     assert len(load_matrix("gpu-16gb").cells) == 33
     assert len(load_matrix("gpu-16gb-skew").cells) == 4
     assert {c.arm for c in load_matrix("gpu-16gb").cells} == {"A0", "A1", "A2", "A3", "A4"}
-    assert not any(c.cannot_run for c in load_matrix("gpu-16gb").cells)
+    given = ("trace",)
+    assert not any(c.cannot_run(given) for c in load_matrix("gpu-16gb").cells)
+    asked = [c for c in load_matrix("gpu-16gb").cells if c.cannot_run(())]
+    assert {c.workload for c in asked} == {"w3"}
     published = {r["figure"]: r["value"] for r in load_matrix("gpu-16gb-skew").references[1::2]}
     assert published == {"restored": 0.58, "hot_ttft": 0.42, "score": 0.48}
 

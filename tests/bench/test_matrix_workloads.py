@@ -21,7 +21,9 @@ W1S = {"hot": 3, "cold": 5, "loops": 10, "tokens": 256}
 W1 = {"contexts": 8, "loops": 9, "tokens": 256, "shuffle": True}
 
 
-def make(name: str, seed: int = 0, files: dict[str, Path] | None = None, **options: Any) -> Work:
+def make(
+    name: str, seed: int = 0, files: dict[str, Path] | None = None, **options: int | float | bool
+) -> Work:
     return make_work(name, Ask(seed, encode, options, 32, files or {}))
 
 

@@ -15,6 +15,8 @@ NAMES = {
     "w5": "many tenants behind one system prompt",
     "w6": "the budget below the hot set",
 }
+NEEDS = {"w3": "trace"}
+"""Workloads that cannot be made without a file, and the option that points at it."""
 
 
 def make_work(name: str, ask: Ask) -> Work:
