@@ -21,7 +21,7 @@ main { max-width:1080px; margin:0 auto; padding:40px 24px 80px }
 h1 { font-size:30px; line-height:1.2; margin:0 0 8px }
 h2 { font-size:20px; margin:44px 0 8px; padding-top:20px; border-top:1px solid var(--line) }
 p { color:var(--soft); max-width:78ch; margin:8px 0 }
-.tiles { display:grid; grid-template-columns:repeat(auto-fit,minmax(200px,1fr)); gap:12px;
+.tiles { display:grid; grid-template-columns:repeat(auto-fit,minmax(165px,1fr)); gap:12px;
   margin:20px 0 }
 .tile { background:var(--panel); border:1px solid var(--line); border-radius:10px;
   padding:14px 16px }
@@ -33,6 +33,7 @@ th,td { padding:6px 10px; border-bottom:1px solid var(--line); text-align:right;
   vertical-align:top }
 th { color:var(--soft); font-weight:600; background:var(--panel) }
 th.l,td.l { text-align:left }
+th.l { white-space:nowrap }
 tbody tr.ours { background:#2f6fde14; font-weight:600 }
 td small { display:block; color:var(--soft); font-weight:400; white-space:nowrap }
 .met { color:var(--good); font-weight:600 } .missed { color:var(--bad); font-weight:600 }

@@ -46,15 +46,16 @@ def draw(planned: Sequence[Planned], measured: Mapping[str, Arms]) -> str:
         "axes.spines.right": False,
     }
     with pyplot.rc_context(settings):
-        figure, axes = pyplot.subplots(1, 2, figsize=(8.6, 2.9), layout="constrained")
-        _bars(axes[0], hits, planned, measured, scale=100.0)
+        figure, axes = pyplot.subplots(1, 2, figsize=(8.6, 3.2), layout="constrained")
+        tiers = {budget: arms for budget, arms in measured.items() if budget}
+        _bars(axes[0], hits, planned, tiers or measured, scale=100.0)
         _bars(axes[1], HOT_TTFT if hot else TTFT, planned, measured, scale=1.0)
         axes[0].set_ylabel(f"{hits.title}, %")
         axes[1].set_ylabel(f"{(HOT_TTFT if hot else TTFT).title}, s")
-        handles, labels = axes[0].get_legend_handles_labels()
-        named = dict(zip(labels, handles, strict=True))
-        if named:
-            figure.legend(named.values(), named, loc="outside right upper", frameon=False)
+        handles, labels = axes[1].get_legend_handles_labels()
+        if labels:
+            place: Any = {"loc": "outside lower center", "ncols": 4}
+            figure.legend(handles, labels, frameon=False, **place)
         out = io.StringIO()
         figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
         pyplot.close(figure)

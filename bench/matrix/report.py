@@ -123,7 +123,8 @@ def _summary(plan: Plan, cells: Sequence[Result]) -> list[Block]:
     requests = sum(len(cell.rows) for cell in cells)
     told = (
         f"Measured {when} with {plan.model} on {' and '.join(machines)}; "
-        f"{' and '.join(versions)}. {'; '.join(parts)}; {requests:,} requests, {hours:.1f} hours."
+        f"{' and '.join(versions)}. {_sentence('; '.join(parts))}; {requests:,} "
+        f"requests, {hours:.1f} hours."
     )
     return [Text(told), *([Text(stale)] if stale else [])]
 
@@ -184,8 +185,12 @@ def _sizes(runs: Sequence[Result]) -> str:
     return (
         f"{'/'.join(map(str, requests))} requests a seed, {loop}; engine pool "
         f"{sizes[0]['gpu_blocks']} blocks, working set "
-        f"{_span([size['all_blocks'] for size in sizes])} blocks{hot}. {notes}."
+        f"{_span([size['all_blocks'] for size in sizes])} blocks{hot}. {_sentence(notes)}."
     )
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def _span(numbers: Sequence[int]) -> str:
@@ -348,7 +353,8 @@ def _reading(plan: Plan) -> list[Block]:
     )
     return [
         Text(
-            f"{terms}. In brackets: 95% intervals from a paired bootstrap over requests and seeds; "
+            f"{_sentence(terms)}. In brackets: 95% intervals from a paired bootstrap over "
+            "requests and seeds; "
             "n.s.: the interval of a difference holds zero. 'Predicted' was written down before "
             "the run, by a simulation of the same requests. Every cell had a server of its own, "
             "warmed up with other text; first loops, in which nothing can have returned, count."

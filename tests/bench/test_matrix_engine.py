@@ -51,7 +51,7 @@ def test_the_short_matrix_from_nothing_to_a_report(tmp_path: Path) -> None:
 
     assert "0 cells to run, 4 finished" in _bench(*run)
     _bench("report", "--matrix", "cpu-short", "--results", tmp_path)
-    assert "primary grid: 4 of 4 cells" in (tmp_path / "REPORT.md").read_text()
+    assert "Primary grid: 4 of 4 cells" in (tmp_path / "REPORT.md").read_text()
     assert "<svg" in (tmp_path / "REPORT.html").read_text()
     assert "better" in _bench("compare", "A2", "A1", "--results", tmp_path)
     for path in tmp_path.glob("w*.json"):

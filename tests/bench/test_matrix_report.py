@@ -145,7 +145,7 @@ def test_the_report_says_what_ran_and_what_did_not() -> None:
     }
     plan = plan_of(cells(), *unrun, references=(reference,))
     text = render(plan, cells())
-    assert "primary grid: 7 of 8 cells; secondary grid: 0 of 1 cells" in text
+    assert "Primary grid: 7 of 8 cells; secondary grid: 0 of 1 cells" in text
     assert "cannot run here: no GPU" in text
     assert "| secondary | w1 55% | A1a: stock tier, ARC | 0 | not run |" in text
     assert "75.0% (75.0 to 75.0)" in text

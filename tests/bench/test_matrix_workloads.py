@@ -17,8 +17,8 @@ from bench.matrix.workloads.scoring import score
 from bench.matrix.workloads.work import Ask, Work
 from tests.bench.matrix import encode
 
-W1S = {"hot": 3, "cold": 5, "loops": 10, "tokens": 256}
-W1 = {"contexts": 8, "loops": 9, "tokens": 256, "shuffle": True}
+W1S: dict[str, Any] = {"hot": 3, "cold": 5, "loops": 10, "tokens": 256}
+W1: dict[str, Any] = {"contexts": 8, "loops": 9, "tokens": 256, "shuffle": True}
 
 
 def make(

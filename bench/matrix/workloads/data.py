@@ -53,7 +53,7 @@ def contexts(ask: Ask, names: Sequence[str]) -> Found:
         made = make_context(ask.random(name), name, tokens, ask.encode, facts=facts)
         asked = tuple((ask_for(safe), (code,)) for safe, code in made.codes.items())
         items.append(Item(name, made.tokens, asked))
-    return Found(tuple(items), (f"contexts made by the project, {facts} facts planted in each",))
+    return Found(tuple(items), (f"contexts made by the project, facts in each: {facts}",))
 
 
 def _from_file(ask: Ask, path: Path, names: Sequence[str], tokens: int) -> Found:

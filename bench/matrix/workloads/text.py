@@ -12,7 +12,8 @@ from random import Random
 
 from bench.matrix.workloads.work import Encode
 
-ANSWER_TOKENS = 12
+ANSWER_TOKENS = 8
+"""A code of five digits and what a small model may put before it."""
 
 _PLACES = ("attic", "barn", "cellar", "dock", "foundry", "garden", "harbour", "kiln", "mill")
 _COLOURS = ("amber", "black", "copper", "green", "grey", "ivory", "olive", "red", "white")
@@ -53,8 +54,11 @@ def make_context(
 
 
 def ask_for(safe: str) -> str:
-    """Return the text that ends the system message and asks for one code."""
-    return chat(f"What is the code of the {safe}? Answer with the code only.")
+    """Return the text that ends the system message and asks for one code.
+
+    The answer is begun, so that it is short: a cell's time should go into prompts.
+    """
+    return chat(f"What is the code of the {safe}?") + f"The code of the {safe} is"
 
 
 def ask_for_all(safes: Sequence[str]) -> str:
