@@ -404,8 +404,10 @@ def option(session: nox.Session, args: list[str], name: str) -> str | None:
 
 @nox.session(python=False)
 def bench(session: nox.Session) -> None:
-    """The benchmarks: `nox -s bench -- eviction-cost`."""
-    run_engine(session, "-m", "bench", *session.posargs)
+    """The benchmarks: `nox -s bench -- run --matrix cpu`, `-- report`, `-- eviction-cost`."""
+    args = list(session.posargs)
+    engine = device_engine(args, "--matrix", ROOT / "bench" / "matrix", "server")
+    run_engine(session, "-m", "bench", *args, engine=engine if args[:1] == ["run"] else ENGINE)
 
 
 @nox.session
@@ -414,12 +416,13 @@ def gates(session: nox.Session, package: str) -> None:
     """Restored must mean unchanged: `-- --profile cpu`, `-- --faults`, `-- --dry-run`."""
     args = [arg for arg in session.posargs if arg != "--faults"]
     faults = len(args) < len(session.posargs)
+    engine = device_engine(args, "--profile", ROOT / "gates" / "profiles", "pools")
     if package == "vllm":
         command = "faults" if faults else "run"
-        run_engine(session, "-m", "gates", command, *args, engine=gate_engine(args))
+        run_engine(session, "-m", "gates", command, *args, engine=engine)
     elif faults:
         session.skip("the fault gates are vLLM's: LMCache's engine runs in one process here")
-    elif gate_engine(args) == STOCK:
+    elif engine == STOCK:
         session.skip("LMCache's gate runs on a CPU: its profiles are cpu and tiny")
     else:
         install_lmcache(session, LMCACHES[0], *group("bench"))
@@ -427,15 +430,15 @@ def gates(session: nox.Session, package: str) -> None:
         session.run("python", "-m", "gates", "run", "--package", package, *args)
 
 
-def gate_engine(args: list[str]) -> str:
-    """The engine that a gate's profile needs: the stock one where the profile is for a GPU."""
-    names = [arg.removeprefix("--profile=") for arg in args if arg.startswith("--profile=")]
-    names += [args[at + 1] for at, arg in enumerate(args[:-1]) if arg == "--profile"]
+def device_engine(args: list[str], option: str, folder: Path, table: str) -> str:
+    """The engine that a profile or matrix needs: the stock one where it is for a GPU."""
+    names = [arg.removeprefix(f"{option}=") for arg in args if arg.startswith(f"{option}=")]
+    names += [args[at + 1] for at, arg in enumerate(args[:-1]) if arg == option]
     file = Path(names[-1]) if names and names[-1].endswith(".toml") else None
-    file = file or ROOT / "gates" / "profiles" / f"{names[-1] if names else 'cpu'}.toml"
+    file = file or folder / f"{names[-1] if names else 'cpu'}.toml"
     if "--dry-run" in args or not file.is_file():  # the command says what is wrong with it
         return ENGINE
-    device = nox.project.load_toml(file).get("pools", {}).get("device")
+    device = nox.project.load_toml(file).get(table, {}).get("device")
     return STOCK if device == "cuda" else ENGINE
 
 

@@ -19,14 +19,18 @@ def cli() -> None:
     """Benchmarks and demonstrations of EVOKE."""
 
 
-def _add(name: str, module: str, summary: str) -> None:
+def _add(name: str, module: str, summary: str, attribute: str = "main") -> None:
     @cli.command(name, short_help=summary, add_help_option=False, context_settings=_FORWARD)
     @click.argument("args", nargs=-1, type=click.UNPROCESSED)
     def forward(args: tuple[str, ...]) -> None:
-        command: click.Command = import_module(module).main
+        command: click.Command = getattr(import_module(module), attribute)
         command.main(list(args), prog_name=f"python -m bench {name}", standalone_mode=False)
 
 
+_add("plan", "bench.matrix.cli", "What a matrix would run, and how long it takes.", "plan")
+_add("run", "bench.matrix.cli", "Workloads × arms × budgets × seeds on real servers.", "run")
+_add("report", "bench.matrix.cli", "Render a matrix's cells: Markdown and a page.", "report")
+_add("compare", "bench.matrix.cli", "Which differences of two arms are significant.", "compare")
 _add("demo", "bench.demo.cli", "A real server keeps its hot contexts, or does not.")
 _add("eviction-cost", "bench.eviction_cost", "Time per request in the tier's manager.")
 _add("memory-cost", "bench.memory_cost", "Bytes per block of the tier's manager.")

@@ -15,6 +15,7 @@ from bench.entry import run
 from bench.errors import UsageProblem
 from bench.progress import Reporter, make_console
 from bench.serving.model import check_model_folder, prepare_model
+from bench.serving.tiny_model import prepare_tiny_model
 from gates import PUBLISHED, ROOT
 from gates.arms import find_arm
 from gates.compare import PASS, make_verdict, render
@@ -24,7 +25,6 @@ from gates.profiles import SMOLLM2, TINY, Profile, load_profile, profile_names
 from gates.recorder import Bench, record
 from gates.recording import SUFFIX, Recording
 from gates.run import VERDICT, Record, plan_lines, rederive, run_gate, summary
-from gates.tiny_model import prepare_tiny_model
 from gates.workload import Encode
 
 PACKAGES = ("vllm", "lmcache")

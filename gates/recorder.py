@@ -9,11 +9,10 @@ import os
 import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from bench.demo.results import machine, versions
+from bench.envelope import machine, now, versions
 from bench.errors import BenchError
 from bench.progress import Reporter
 from bench.serving.server import running
@@ -59,7 +58,7 @@ def record(arm: Arm, bench: Bench, log: Path, reporter: Reporter) -> Recording:
         profile=profile.name,
         arm=arm.name,
         title=arm.title,
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        date=now(),
         rules=profile.rules,
         workload={
             "digest": workload_digest(bench.probes),

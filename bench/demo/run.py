@@ -12,12 +12,12 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from bench.demo.results import Row, Run, machine, versions
+from bench.demo.results import Row, Run
 from bench.demo.workload import BLOCK_SIZE, Call, Workload
+from bench.envelope import machine, now, versions
 from bench.progress import Reporter
 from bench.serving.arms import Arm
 from bench.serving.client import Client
@@ -101,7 +101,7 @@ def _run_arm(arm: Arm, workload: Workload, plan: Plan, reporter: Reporter) -> Ru
         arm=arm.name,
         workload=workload.name,
         seed=workload.seed,
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        date=now(),
         wall_s=wall_s,
         boot_s=server.boot_s,
         configuration=_configuration(config, workload),

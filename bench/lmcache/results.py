@@ -6,12 +6,11 @@ or a path. Needs no LMCache.
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from bench.demo.results import machine, versions
+from bench.envelope import machine, now, versions
 
 SCHEMA = 1
 
@@ -22,7 +21,7 @@ def document(
     """Return what is written: ``results``, one per policy and pool, and how they came to be."""
     return {
         "schema": SCHEMA,
-        "date": datetime.now(UTC).date().isoformat(),
+        "date": now()[:10],
         "machine": machine(),
         "versions": versions(),
         "trace": {"name": trace.name, "sha256": sha256(trace.read_bytes()).hexdigest()},

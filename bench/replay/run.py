@@ -1,12 +1,9 @@
 """Replays one workload with everything the report needs of it, and returns the document."""
 
 import os
-import platform
 from collections.abc import Callable
-from datetime import UTC, datetime
-from importlib import metadata
 
-from bench.demo.results import machine
+from bench.envelope import machine, now, versions
 from bench.replay import pace
 from bench.replay.hints import CLAIMS
 from bench.replay.results import Document
@@ -64,9 +61,9 @@ def run(workload: Workload, *, jobs: int, quick: bool, on_cell: Callable[[], Non
         kind=workload.kind,
         named=workload.named,
         loops=workload.loops,
-        date=datetime.now(UTC).date().isoformat(),
+        date=now()[:10],
         machine=machine(),
-        versions=_versions(),
+        versions=versions(_DISTRIBUTIONS),
         settings=workload.settings,
         whole=whole,
         second=second,
@@ -76,8 +73,3 @@ def run(workload: Workload, *, jobs: int, quick: bool, on_cell: Callable[[], Non
         # Last, when no other process of this replay is left to disturb it.
         pace=pace.measure(trace, budgets, on_budget=on_cell) if recorded and not quick else [],
     )
-
-
-def _versions() -> dict[str, str]:
-    found = {name: metadata.version(name) for name in _DISTRIBUTIONS}
-    return {"python": platform.python_version(), **found}

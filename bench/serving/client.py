@@ -88,6 +88,29 @@ class Connection:
         """Return the server's metrics."""
         return text_string_to_metric_families(self.request("GET", "/metrics").text)
 
+    def stream(self, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """Complete `body`, which must ask for a stream, and yield the items as they come.
+
+        The last may have no choices but a `usage`, where the body asked for it. Raises BenchError,
+        naming the server's state, when the answer breaks off.
+        """
+        try:
+            with self._http.stream("POST", "/v1/completions", json=body) as response:
+                if response.is_error:
+                    text = response.read().decode(errors="replace")
+                    raise self._server.failure(f"the server refused a request ({text})")
+                for line in _lines(response.iter_bytes()):
+                    data = line.removeprefix("data: ")
+                    if not data or data == "[DONE]":
+                        continue
+                    item = json.loads(data)
+                    # A crashed engine's last word on a 200 stream has neither.
+                    if not item.get("choices") and not item.get("usage"):
+                        raise self._server.failure(f"the answer broke off ({data})")
+                    yield item
+        except httpx.HTTPError as error:
+            raise self._server.failure(f"the answer broke off ({error})") from None
+
 
 def greedy(
     prompt: Sequence[int],
@@ -110,6 +133,17 @@ def greedy(
     return body
 
 
+def _lines(chunks: Iterable[bytes]) -> Iterator[str]:
+    """Yield lines that end with a line feed, and no other: JSON may hold other separators."""
+    rest = b""
+    for chunk in chunks:
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            yield line.decode(errors="replace").rstrip("\r")
+    if rest:
+        yield rest.decode(errors="replace")
+
+
 class Client(Connection):
     """Sends requests to a server, one at a time."""
 
@@ -128,7 +162,10 @@ class Client(Connection):
         started = time.perf_counter()
         ttft_s = 0.0
         token_ids: list[int] = []
-        for new in self._stream(body):
+        for item in self.stream(body):
+            new = item["choices"][0].get("token_ids") if item["choices"] else None
+            if not new:
+                continue
             if not token_ids:
                 ttft_s = time.perf_counter() - started
             token_ids += new
@@ -175,22 +212,3 @@ class Client(Connection):
                     f"{prompt_tokens}: is somebody else using it?"
                 )
             time.sleep(0.05)
-
-    def _stream(self, body: dict[str, Any]) -> Iterator[list[int]]:
-        """Yield the token ids of each streamed item that has any."""
-        try:
-            with self._http.stream("POST", "/v1/completions", json=body) as response:
-                if response.is_error:
-                    text = response.read().decode(errors="replace")
-                    raise self._server.failure(f"the server refused a request ({text})")
-                for line in response.iter_lines():
-                    data = line.removeprefix("data: ")
-                    if not data or data == "[DONE]":
-                        continue
-                    item = json.loads(data)
-                    if not item.get("choices"):  # a crashed engine's last word on a 200 stream
-                        raise self._server.failure(f"the answer broke off ({data})")
-                    if new := item["choices"][0].get("token_ids"):
-                        yield new
-        except httpx.HTTPError as error:
-            raise self._server.failure(f"the answer broke off ({error})") from None

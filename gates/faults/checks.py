@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 
-from bench.demo.results import versions
+from bench.envelope import versions
 from bench.errors import BenchError
 from gates.faults.scene import ANSWER_TOKENS, Outcome, Sampler, Scene, Stage, growth
 

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from bench.demo.results import machine, versions
+from bench.envelope import machine, versions
 from bench.errors import BenchError
 from bench.progress import Reporter
 from gates.faults.checks import FAULTS, Fault

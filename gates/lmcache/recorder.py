@@ -16,7 +16,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that wait take no
 
 from tokenizers import Tokenizer
 
-from bench.demo.results import machine, versions
+from bench.envelope import machine, versions
 from bench.progress import Reporter
 from gates.arms import Arm
 from gates.lmcache.runtime import Model, Runtime, serving

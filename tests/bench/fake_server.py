@@ -5,6 +5,7 @@ tier if it was asked before. A prompt that starts with 13 crashes the "engine" m
 """
 
 import json
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,15 +22,19 @@ class FakeEngine:
         self.tier: list[list[int]] = []
         self.counts = {"prefix": [0, 0], "external_prefix": [0, 0]}
         self.by_role: dict[str, tuple[int, int]] = {}
+        self.lock = threading.Lock()
 
-    def ask(self, prompt: list[int]) -> None:
+    def ask(self, prompt: list[int]) -> int:
+        """Count a request; return how many of its tokens need not be computed."""
         size = len(prompt)
         hit = prompt == self.last
+        known = hit or prompt in self.tier
         self._count("prefix", size, size if hit else 0)
         if not hit:
             self._count("external_prefix", size, size if prompt in self.tier else 0)
         self.last = prompt
         self.tier.append(prompt)
+        return size if known else 0
 
     def metrics(self) -> str:
         lines = []
@@ -62,13 +67,17 @@ def serving(engine: FakeEngine) -> Iterator[str]:
 
         def _complete(self, body: dict[str, Any]) -> None:
             engine.bodies.append(body)
-            engine.ask(body["prompt"])
+            with engine.lock:
+                cached = engine.ask(body["prompt"])
             items: list[dict[str, Any]] = [
                 {"choices": [{"text": "", "token_ids": [100 + n]}]}
                 for n in range(body["max_tokens"])
             ]
             if body["prompt"][0] == 13:
                 items[1:] = [{"error": {"message": "engine died"}}]
+            if body.get("stream_options", {}).get("include_usage"):
+                details = {"prompt_tokens_details": {"cached_tokens": cached}}
+                items.append({"choices": [], "usage": details})
             lines = [f"data: {json.dumps(item)}\n\n" for item in items]
             self.answer("".join(lines) + "data: [DONE]\n\n")
 

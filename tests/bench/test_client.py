@@ -67,3 +67,14 @@ def test_foreign_requests_are_noticed(
     monkeypatch.setattr(engine, "ask", lambda prompt: (ask(prompt), ask([9])))
     with pytest.raises(BenchError, match="counted 3 prompt tokens for a prompt of 2"):
         client.complete([1, 2], 1)
+
+
+def test_only_a_line_feed_ends_a_line() -> None:
+    """JSON may hold other separators unescaped, and a chunk may end anywhere."""
+    text = 'data: {"text": "a\u2028b\x85c"}\r\n\ndata: [DONE]'.encode()
+    chunks = [text[:17], text[17:18], text[18:]]
+    assert list(client_module._lines(chunks)) == [
+        'data: {"text": "a\u2028b\x85c"}',
+        "",
+        "data: [DONE]",
+    ]

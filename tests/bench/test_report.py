@@ -10,7 +10,8 @@ import pytest
 
 from bench import ROOT
 from bench.demo.report import Table, answers_line, make_table, restore_rate, role_lines
-from bench.demo.results import Row, Run, machine, versions
+from bench.demo.results import Row, Run
+from bench.envelope import machine, versions
 from bench.errors import BenchError
 
 TITLES = {"reference": "never evicting", "lru": "stock LRU", "evoke": "EVOKE"}

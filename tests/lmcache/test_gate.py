@@ -11,11 +11,11 @@ pytest.importorskip("lmcache", reason="LMCache is not installed here")
 
 import torch
 
+from bench.serving.tiny_model import prepare_tiny_model
 from gates import __main__ as program
 from gates.compare import load_verdict
 from gates.lmcache.connector import PoolConnector
 from gates.lmcache.runtime import Model, serving
-from gates.tiny_model import prepare_tiny_model
 
 BLOCK = 16
 
