@@ -80,10 +80,12 @@ def show_turn(console: Console, number: int, user: str, said: Said, *, given: bo
     console.print(f"\n[bold]turn {number}[/bold]  {user}")
     for text in said.recalled:
         console.print(f"  came back: {text!r}", style="green", markup=False)
+    for text in said.moved:
+        console.print(f"  moved here: {text!r}", style="green", markup=False)
     reply = said.reply if not given or len(said.reply) < 80 else said.reply[:77] + "..."
     console.print(f"  {'given' if given else 'model'}: {reply}", style="dim", markup=False)
     left = f", {len(said.evicted)} blocks left" if said.evicted else ""
-    took = f", back in {said.recall_s * 1000:.0f} ms" if said.recalled else ""
+    took = f", recalled in {said.recall_s * 1000:.0f} ms" if said.recall_s else ""
     console.print(f"  {said.tokens} tokens in the cache{left}{took}", style="dim")
 
 
@@ -102,11 +104,16 @@ def show_count(
     budget: int,
 ) -> None:
     table = Table(title=f"Facts recalled, budget {budget} tokens")
-    for column in ("arm", "recalled", "most tokens in the cache"):
+    for column in ("arm", "recalled", "the fact came from the store", "most tokens in the cache"):
         table.add_column(column, justify="left" if column == "arm" else "right")
     for arm, answers in found.items():
         right = sum(talk.code in said.reply for talk, said in zip(talks, answers, strict=True))
-        table.add_row(arm, f"{right} of {len(talks)}", str(max(s.most for s in answers)))
+        back = sum(
+            any(talk.code in text.replace(" ", "") for text in said.recalled)
+            for talk, said in zip(talks, answers, strict=True)
+        )
+        most = str(max(said.most for said in answers))
+        table.add_row(arm, f"{right} of {len(talks)}", str(back), most)
     console.print()
     console.print(table)
 

@@ -8,8 +8,9 @@ For each turn, in this order:
 
 1. The user's words become an embedding. The task's focus follows it, and the blocks' coherence
    with the focus goes to the index.
-2. Evicted blocks that are near to that embedding come back, within a budget of their own, and land
-   right before the turn.
+2. Blocks of earlier turns that are near to that embedding are recalled, within a budget of their
+   own: they land right before the turn, where a small model finds them. Evicted ones come back from
+   the store; one that is still in the cache, but far ahead, is moved in the same way.
 3. Room is made for them and for the turn: the index says which blocks go, to a store on the host.
 4. The model reads the turn and, unless the reply is given, answers. Which blocks it attended to
    goes to the index.
@@ -35,15 +36,20 @@ Array = npt.NDArray[Any]
 BLOCK = 16
 REPLY_TOKENS = 24
 STORE_BLOCKS = 4096
-# In the scene, nothing that an unrelated turn asks comes nearer to a block than 0.75, and no question
-# about a fact stays farther from it than 0.9: see the README.
+# In the scene, nothing that an unrelated turn asks comes nearer to a block than 0.75, and no
+# question about a fact stays farther from it than 0.9: see the README.
 THRESHOLD = 0.8
 RECALL_BLOCKS, RECALL_NEIGHBOURS, RECALL_TOKENS = 2, 2, 128
 SAME_TOPIC = 0.6
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 
 SIGNALS = EvokeConfig(
-    policy="scored", w_recency=0.4, w_reuse=0.1, w_attention=0.25, w_coherence=0.25
+    policy="scored",
+    w_recency=0.5,
+    w_reuse=0.0,
+    w_attention=0.25,
+    w_coherence=0.25,
+    recency_half_life=4,  # turns; "auto" is at least 16, more than the scene has
 )
 TRUNCATION = EvokeConfig(policy="lru")
 
@@ -56,8 +62,10 @@ class Said:
         reply: the model's words, or those given.
         tokens: tokens in the cache at its end.
         most: tokens that were in the cache at most, since the conversation began.
-        evicted, recalled: texts of the blocks that left and came back for it.
-        recall_s: seconds that bringing them back took, choice included.
+        evicted: texts of the blocks that left for it.
+        recalled: texts of the blocks that came back from the store.
+        moved: texts of the blocks that were in the cache and moved to its end.
+        recall_s: seconds that recalling and moving took, the choice included.
     """
 
     reply: str
@@ -65,6 +73,7 @@ class Said:
     most: int
     evicted: list[str] = field(factory=list)
     recalled: list[str] = field(factory=list)
+    moved: list[str] = field(factory=list)
     recall_s: float = 0.0
 
 
@@ -92,7 +101,7 @@ class Runtime:
         self._model = model
         self._tokenizer = tokenizer
         table = model.get_input_embeddings().weight.detach().numpy()
-        self._embed = Embedder(table, frozenset(tokenizer.all_special_ids))
+        self._embed = Embedder(table, frozenset(tokenizer.added_tokens_decoder))
         self._index = RetentionIndex(config, window_groups=[0])
         self._attention = AttentionMass()
         self._focus = TaskFocus(snap_below=SAME_TOPIC)
@@ -101,7 +110,6 @@ class Runtime:
         self._recover = recover
         self._texts: dict[bytes, str] = {}
         self._embeddings: dict[bytes, Array] = {}
-        self._places: dict[bytes, tuple[str, int]] = {}
         self._last_key = b""
         self._turns = 0
         self._read_system()
@@ -118,7 +126,9 @@ class Runtime:
 
         query = self._embed(self._encode(user))
         began = time.perf_counter()
-        returning = self._choose(query) if self._recover else []
+        keys = self._choose(query) if self._recover else []
+        moved = self._lift(keys)
+        returning = [moved.get(key) or self.store[key] for key in keys]
         recall_s = time.perf_counter() - began
         self._follow(query)
         evicted = self._make_room(turn, room + sum(each.block.tokens for each in returning))
@@ -138,9 +148,14 @@ class Runtime:
             self.cache.tokens,
             self.cache.most,
             [self._texts[key] for key in evicted],
-            [self._texts[each.block.key] for each in returning],
+            [self._texts[key] for key in keys if key not in moved],
+            [self._texts[key] for key in keys if key in moved],
             recall_s if returning else 0.0,
         )
+
+    def text(self, key: bytes) -> str:
+        """The text of a block of this conversation."""
+        return self._texts[key]
 
     def resident(self, text: str) -> bool:
         """Say whether a block that holds ``text`` is in the cache."""
@@ -157,8 +172,8 @@ class Runtime:
         self._file("system", tokens)
         self._index.close("system")
 
-    def _choose(self, query: Array) -> list[StoredBlock]:
-        """Return what is near to the query and evicted, in reading order."""
+    def _choose(self, query: Array) -> list[bytes]:
+        """Return what is near to the query, in reading order."""
         found = self._memory.choose(
             query,
             RECALL_BLOCKS,
@@ -166,7 +181,14 @@ class Runtime:
             threshold=THRESHOLD,
             neighbours=RECALL_NEIGHBOURS,
         )
-        return [self.store[each.key] for each in found]
+        return [each.key for each in found]
+
+    def _lift(self, keys: Sequence[bytes]) -> dict[bytes, StoredBlock]:
+        """Take those of ``keys`` that are in the cache out of it, to land elsewhere."""
+        lifted = {each.block.key: each for each in self.cache.evict(keys)}
+        for key in lifted:
+            self._index.drop(key, reason="capacity")
+        return lifted
 
     def _follow(self, query: Array) -> None:
         """Let the focus follow, and tell the index which blocks cohere with it."""
@@ -192,25 +214,15 @@ class Runtime:
         for stored in self.cache.evict(leaving):
             key = stored.block.key
             self._index.drop(key, reason="capacity")
-            span, position = self._places[key]
-            forgotten = self._memory.remember(
-                key,
-                self._embeddings[key],
-                tokens=stored.block.tokens,
-                span=span,
-                position=position,
-            )
-            self.store[key] = stored
-            if forgotten is not None:
-                del self.store[forgotten]
+            if key in self._memory:  # else it could not be found again
+                self.store[key] = stored
         return leaving
 
     def _bring_back(self, turn: str, returning: Sequence[StoredBlock]) -> None:
         self.cache.restore(returning)
         for each in returning:
             key = each.block.key
-            self._memory.forget(key)
-            del self.store[key]
+            self.store.pop(key, None)
             self._index.insert(turn, [key])
 
     def _read(self, tokens: list[int]) -> int:
@@ -249,7 +261,11 @@ class Runtime:
             self._last_key = key
             self._texts[key] = self._tokenizer.decode(part)
             self._embeddings[key] = self._embed(part)
-            self._places[key] = (turn, position)
+            if turn != "system":  # which never leaves
+                forgotten = self._memory.remember(
+                    key, self._embeddings[key], tokens=len(part), span=turn, position=position
+                )
+                self.store.pop(forgotten or b"", None)
             blocks.append(Block(key, len(part)))
         self.cache.name(blocks)
         self._index.insert(turn, [block.key for block in blocks])
