@@ -219,7 +219,7 @@ def typing(session: nox.Session) -> None:
     session.run(
         "mypy",
         *(f"packages/{name}/src" for name in PACKAGES if name != "evoke-core"),
-        *("bench", "gates", "tests", "noxfile.py"),
+        *("bench", "examples", "gates", "tests", "noxfile.py"),
     )
 
 
@@ -376,6 +376,12 @@ def tests_wheels(session: nox.Session) -> None:
 def demo(session: nox.Session) -> None:
     """Stock LRU and EVOKE side by side in a real `vllm serve`. Options: `-- --help`."""
     run_engine(session, "-m", "bench", "demo", *session.posargs)
+
+
+@nox.session(python=False)
+def example(session: nox.Session) -> None:
+    """A bounded cache on transformers that recalls what it evicted. Options: `-- --help`."""
+    run_engine(session, "-m", "examples.transformers_runtime", *session.posargs)
 
 
 @nox.session(python=False)

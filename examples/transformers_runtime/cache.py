@@ -122,10 +122,10 @@ class BoundedCache:
             OverBudget: they do not fit.
             ValueError: there are unnamed tokens at the end, which they would separate.
         """
-        if self.unnamed:
-            raise ValueError(f"{self.unnamed} tokens at the end belong to no block yet")
         if not stored:
             return
+        if self.unnamed:
+            raise ValueError(f"{self.unnamed} tokens at the end belong to no block yet")
         self.expect(sum(each.block.tokens for each in stored))
         old = np.concatenate([each.position + np.arange(each.block.tokens) for each in stored])
         new = self.tokens + np.arange(len(old))

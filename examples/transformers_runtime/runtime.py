@@ -102,7 +102,8 @@ class Runtime:
         self._tokenizer = tokenizer
         table = model.get_input_embeddings().weight.detach().numpy()
         self._embed = Embedder(table, frozenset(tokenizer.added_tokens_decoder))
-        self._index = RetentionIndex(config, window_groups=[0])
+        blocks = None if budget is None else budget // BLOCK
+        self._index = RetentionIndex(config, window_groups=[0], capacity=blocks)
         self._attention = AttentionMass()
         self._focus = TaskFocus(snap_below=SAME_TOPIC)
         self._memory = RecoveryMemory(STORE_BLOCKS, self._embed.dim)

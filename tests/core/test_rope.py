@@ -182,8 +182,8 @@ def test_between_lengths_of_a_dynamic_model() -> None:
 
 
 def test_between_attention_factors() -> None:
-    plain = Rope(np.float32([1.0, 0.1]), 4)
-    scaled = Rope(np.float32([1.0, 0.1]), 4, attention_factor=1.5)
+    plain = Rope(np.array([1.0, 0.1]), 4)
+    scaled = Rope(np.array([1.0, 0.1]), 4, attention_factor=1.5)
     raw, old, new = raw_keys(plain), np.arange(5), np.arange(7, 12)
     found = plain.reanchor(plain.rotate(raw, old), old, new, to=scaled)
     assert_equal_to_rounding(plain, found, scaled.rotate(raw, new), 4)

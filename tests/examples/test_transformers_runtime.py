@@ -24,9 +24,9 @@ class Words:
     """A tokenizer for tests: a word is a token, its number a checksum."""
 
     eos_token_id = 0
-    added_tokens_decoder = dict(enumerate(SPECIAL))
 
     def __init__(self) -> None:
+        self.added_tokens_decoder = dict(enumerate(SPECIAL))
         self._words = dict(enumerate(SPECIAL))
 
     def __call__(self, text: str, *, add_special_tokens: bool) -> Any:
