@@ -221,7 +221,7 @@ def typing(session: nox.Session) -> None:
     session.run(
         "mypy",
         *(f"packages/{name}/src" for name in PACKAGES if name != "evoke-core"),
-        *("bench", "gates", "tests", "noxfile.py"),
+        *("bench", "examples", "gates", "tests", "noxfile.py"),
     )
 
 
@@ -400,6 +400,12 @@ def option(session: nox.Session, args: list[str], name: str) -> str | None:
             del args[at : at + 2]
             return value[0] if value else session.error(f"{name} needs a value")
     return None
+
+
+@nox.session(python=False)
+def example(session: nox.Session) -> None:
+    """A bounded cache on transformers that recalls what it evicted. Options: `-- --help`."""
+    run_engine(session, "-m", "examples.transformers_runtime", *session.posargs)
 
 
 @nox.session(python=False)

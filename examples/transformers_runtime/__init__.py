@@ -1,0 +1,1 @@
+"""A second runtime for evoke-core: Hugging Face transformers with a bounded cache and recovery."""
