@@ -104,16 +104,25 @@ def show_count(
     budget: int,
 ) -> None:
     table = Table(title=f"Facts recalled, budget {budget} tokens")
-    for column in ("arm", "recalled", "the fact came from the store", "most tokens in the cache"):
+    for column in (
+        "arm",
+        "recalled",
+        "from the store",
+        "from farther ahead",
+        "most tokens in the cache",
+    ):
         table.add_column(column, justify="left" if column == "arm" else "right")
     for arm, answers in found.items():
         right = sum(talk.code in said.reply for talk, said in zip(talks, answers, strict=True))
-        back = sum(
-            any(talk.code in text.replace(" ", "") for text in said.recalled)
-            for talk, said in zip(talks, answers, strict=True)
+        back, here = (
+            sum(
+                any(talk.code in text for text in getattr(said, where))
+                for talk, said in zip(talks, answers, strict=True)
+            )
+            for where in ("recalled", "moved")
         )
         most = str(max(said.most for said in answers))
-        table.add_row(arm, f"{right} of {len(talks)}", str(back), most)
+        table.add_row(arm, f"{right} of {len(talks)}", str(back), str(here), most)
     console.print()
     console.print(table)
 
