@@ -13,6 +13,7 @@ Keys are `path + group` (see `key_of`), so that a test can read a key and know i
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from inspect import signature
 from itertools import groupby
 from typing import Any, NamedTuple, Protocol
 from unittest import mock
@@ -433,6 +434,7 @@ class PolicyTier:
         self._new_block = getattr(base, "ChunkStatus", None) or base.BlockStatus
         announced = hasattr(base.CachePolicy, "on_store_miss")
         self._announce = policy.on_store_miss if announced else policy.touch
+        self._names_inserter = "req_context" in signature(base.CachePolicy.insert).parameters
         self._contexts: dict[str, Any] = {}
         self._free = list(range(capacity))
         self._slots: dict[bytes, int] = {}
@@ -479,7 +481,8 @@ class PolicyTier:
         return stored
 
     def _insert(self, key: bytes, request_id: str) -> None:
-        self.policy.insert(key, self._new_block(self._slots[key]), self._context(request_id))
+        context = [self._context(request_id)] if self._names_inserter else []
+        self.policy.insert(key, self._new_block(self._slots[key]), *context)
 
     def finish(
         self, request_id: str, keys: Iterable[bytes], tickets: dict[bytes, Any] | None, ok: bool

@@ -94,11 +94,11 @@ class EvokeCachePolicy(CachePolicy):
     @override
     def insert(self, key: OffloadKey, block: Any, req_context: ReqContext | None = None) -> None:
         """Note a block that is about to be written."""
+        request = self._namers.pop(key, self._storing)
         if req_context is not None:
             self._follow(req_context)
             request = req_context.req_id
         else:
-            request = self._namers.pop(key, self._storing)
             self._begin(request, UNTAGGED)  # for a block that nobody has named
         self._storing = request
         self._blocks[key] = block
