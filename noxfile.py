@@ -303,10 +303,9 @@ def tests_multi(session: nox.Session) -> None:
         *("--requirements", str(described / "requirements.txt")),
         *("--constraints", str(described / "versions.txt")),
         *("--overrides", str(described / "overrides.txt")),
-        *(str(described / "metadata"), *group("test")),
+        *(str(described / "metadata"), f"lmcache=={lmcache}", *group("test")),
+        *(arg for name in PACKAGES for arg in ("-e", f"packages/{name}")),
     )
-    session.install("--overrides", str(described / "overrides.txt"), f"lmcache=={lmcache}")
-    session.install(*(arg for name in PACKAGES for arg in ("-e", f"packages/{name}")))
     tests = session.posargs or ["tests/lmcache/test_multi_connector.py"]
     session.run("pytest", *tests, env={"LMCACHE_TRACK_USAGE": "false"})
 
