@@ -439,8 +439,13 @@ class PolicyTier:
         self._free = list(range(capacity))
         self._slots: dict[bytes, int] = {}
 
-    def _context(self, request_id: str) -> Any:
-        return self._contexts.get(request_id) or self._new_context(request_id)
+    def _context(self, request_id: str, named: Sequence[bytes] = ()) -> Any:
+        """A request's context; since 0.31 it says where all that the request has named stands."""
+        context = self._contexts.get(request_id) or self._new_context(request_id)
+        if named and hasattr(context, "set_offload_key_position"):
+            for end, key in enumerate(keys_of(named[-1][:-4].decode(), group_of(named[-1])), 1):
+                context.set_offload_key_position(key, end)
+        return context
 
     def open(self, request_id: str, raw_tags: object, now: float | None) -> None:
         self._contexts[request_id] = self._new_context(request_id, {"evoke": raw_tags})
@@ -455,12 +460,12 @@ class PolicyTier:
         return "ABSENT" if block is None else "READY" if block.is_ready else "PENDING"
 
     def touch(self, request_id: str, keys: Sequence[bytes], group: int, start: int) -> None:
-        self.policy.touch(keys, self._context(request_id))
+        self.policy.touch(keys, self._context(request_id, keys))
 
     def store(self, request_id: str, offers: Sequence[Offer]) -> Stored:
         stored = Stored()
         for _, _, keys in offers:
-            self._announce(keys, self._context(request_id))
+            self._announce(keys, self._context(request_id, keys))
             missing = [key for key in keys if self.policy.get(key) is None]
             short = len(missing) - len(self._free)
             if short > 0:

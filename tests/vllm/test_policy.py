@@ -15,6 +15,7 @@ from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.kv_offload.cpu.policies import base
 
 from evoke_core import ConfigError
+from evoke_vllm.compat import HAS_POSITIONS
 from evoke_vllm.policy import MAX_OPEN, EvokeCachePolicy
 from tests.vllm.engine import MiniEngine
 from tests.vllm.shapes import BLOCK, HIT
@@ -134,6 +135,90 @@ def test_a_request_that_stores_late_does_not_evict_its_own_chain(announced: bool
     gone = policy.evict(3, set(chain("abcd")[1:]))
     assert gone is not None
     assert [key for key, _ in gone] == chain("xyz")[::-1]
+
+
+class Offering:
+    """The stock manager alone, and requests that name their blocks as vLLM's scheduler does."""
+
+    def __init__(self, blocks: int) -> None:
+        self.manager: Any = CPUOffloadingManager(blocks, "EvokeCachePolicy", "evoke_vllm.policy")
+        self.policy: EvokeCachePolicy = self.manager._policy
+        self.named: dict[str, list[Any]] = {}
+
+    def request(self, name: str, text: str) -> ReqContext:
+        context = ReqContext(name)
+        self.manager.on_new_request(context)
+        self.named[name] = chain(text)
+        if HAS_POSITIONS:
+            for n, key in enumerate(chain(text), 1):
+                context.set_offload_key_position(key, n * BLOCK)
+        self.touch(context)
+        return context
+
+    def touch(self, context: ReqContext) -> None:
+        if not HAS_POSITIONS:  # from 0.31 on nobody does
+            self.manager.touch(self.named[context.req_id], context)
+
+    def store(self, context: ReqContext, keys: list[Any]) -> list[Any] | None:
+        got = self.manager.prepare_store(keys, context)
+        if got is None:
+            return None
+        self.touch(context)
+        self.manager.complete_store(set(got.keys_to_store), context)
+        return list(got.keys_to_store)
+
+    def end(self, context: ReqContext) -> None:
+        self.manager.on_request_finished(context)
+
+    def heads(self, keys: list[Any]) -> list[Any]:
+        """Each block's position and parent, by what the policy took its place to be."""
+        index = self.policy.index
+        views = map(index.describe, keys)
+        return [view and (view.position, index.parent(view.key)) for view in views]
+
+
+def in_place(text: str) -> list[Any]:
+    return list(enumerate([None, *chain(text)][: len(text)]))
+
+
+def test_what_is_offered_again_is_filed_under_the_request_that_stores_it() -> None:
+    """From 0.31 on a second offer is not announced; another request has offered in between."""
+    tier = Offering(4)
+    first = tier.request("first", "abcd")
+    writing = tier.manager.prepare_store(chain("abcd"), first).keys_to_store
+    late, between = tier.request("late", "xyz"), tier.request("between", "k")
+    assert tier.store(late, chain("xyz")) is None
+    assert tier.store(between, chain("k")) is None
+    tier.manager.complete_store(set(writing), first)
+    assert tier.store(late, chain("xyz")) == chain("xyz")
+    assert tier.heads(chain("xyz")) == in_place("xyz")
+
+
+def test_a_block_that_went_comes_back_to_its_place() -> None:
+    """Its request stored it before, and from 0.31 on names it to nobody again."""
+    tier = Offering(4)
+    first = tier.request("first", "abcd")
+    tier.store(first, chain("abcd"))
+    other = tier.request("other", "xy")
+    assert tier.store(other, chain("xy")) == chain("xy")
+    assert tier.heads(chain("abcd")) == [*in_place("ab"), None, None]
+    tier.touch(first)  # as it is looked at again
+    assert tier.store(first, chain("abcd")[-2:]) == chain("abcd")[-2:]
+    assert tier.heads(chain("abcd")) == in_place("abcd")
+
+
+def test_a_use_counts_of_a_block_that_another_request_stored_meanwhile() -> None:
+    tier = Offering(8)
+    slow = tier.request("slow", "abcd")
+    tier.store(slow, chain("a"))
+    quick = tier.request("quick", "abcd")
+    assert tier.store(quick, chain("abcd")) == chain("abcd")[1:]
+    tier.end(quick)
+    tier.touch(slow)
+    assert tier.store(slow, chain("abcd")) == []
+    tier.end(slow)
+    views = map(tier.policy.index.describe, chain("abcd"))
+    assert [view.reuse for view in views if view is not None] == [2, 2, 2, 2]
 
 
 def test_a_failed_store_leaves_nothing() -> None:

@@ -15,7 +15,7 @@ as vLLM says who is storing: where it does not, the request that named the block
 """
 
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -76,7 +76,7 @@ class EvokeCachePolicy(CachePolicy):
             else None
         )
         self._blocks: dict[OffloadKey, Any] = {}
-        self._open: OrderedDict[str, None] = OrderedDict()
+        self._open: OrderedDict[str, ReqContext | None] = OrderedDict()  # last heard of last
         self._namers: OrderedDict[bytes, str] = OrderedDict()  # of blocks that are not here
         self._storing = ""
         self._offered: frozenset[OffloadKey] = frozenset()  # by the request that is storing
@@ -94,12 +94,13 @@ class EvokeCachePolicy(CachePolicy):
     @override
     def insert(self, key: OffloadKey, block: Any, req_context: ReqContext | None = None) -> None:
         """Note a block that is about to be written."""
-        request = self._namers.pop(key, self._storing)
         if req_context is not None:
             self._follow(req_context)
             request = req_context.req_id
         else:
+            request = self._namer(key)
             self._begin(request, UNTAGGED)  # for a block that nobody has named
+        self._namers.pop(key, None)
         self._storing = request
         self._blocks[key] = block
         group, at = self._place(request, key, req_context)
@@ -119,17 +120,13 @@ class EvokeCachePolicy(CachePolicy):
     def touch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
         self._file()
         self._follow(req_context)
-        if self._positions is not None and compat.positions(req_context):
-            parts = self._positions.parts(keys, req_context)
-            named = [(group, part) for group, part in parts if group in self._windows]
-        else:
-            named = chains.by_group(list(keys))
-        for group, part in named:
-            for start, stretch in self.index.locate(req_context.req_id, part, group=group):
-                self.index.touch(req_context.req_id, stretch, group=group, start=start)
+        request = req_context.req_id
+        for group, part in self._parts(keys, req_context):
+            for start, stretch in self.index.locate(request, part, group=group):
+                self.index.touch(request, stretch, group=group, start=start)
                 for key in stretch:
                     if key not in self._blocks:
-                        self._namers[key] = req_context.req_id
+                        self._namers[key] = request
         while len(self._namers) > 4 * self.cache_capacity + 65_536:
             self._namers.popitem(last=False)
 
@@ -187,18 +184,34 @@ class EvokeCachePolicy(CachePolicy):
         self._blocks.clear()
         self._namers.clear()
         self._offered = frozenset()
+        # Of a request from before, vLLM need not say when it ends.
+        self._open = OrderedDict.fromkeys(self._open)
         self.index.clear()
 
     def _who_offers(self, keys: set[OffloadKey]) -> str:
         """Return the request that stores these blocks, as far as that can be known.
 
         A first offer is announced by ``on_store_miss``, from 0.31 on. Of any other the request
-        that named its blocks last is taken.
+        that most of its new blocks belong to is taken.
         """
         if self._offered.isdisjoint(keys):
-            namers = {self._namers[key] for key in keys if key in self._namers}
-            if len(namers) == 1:
-                return namers.pop()
+            namers = Counter(self._namer(key) for key in keys if key not in self._blocks)
+            if namers:
+                return max(sorted(namers), key=namers.__getitem__)
+        return self._storing
+
+    def _namer(self, key: OffloadKey) -> str:
+        """Return the request that a block belongs to that is not here.
+
+        It is the one that named it last. A block that has been here and went is offered again
+        without a word, from 0.31 on: then one whose context names it, the last heard of first.
+        """
+        if key in self._namers:
+            return self._namers[key]
+        for request, context in reversed(self._open.items()):
+            if context is not None and key in compat.positions(context):
+                self._open.move_to_end(request)  # its next block is found at once
+                return request
         return self._storing
 
     # --- requests and places ----------------------------------------------------------------------
@@ -209,6 +222,7 @@ class EvokeCachePolicy(CachePolicy):
             # Spans are given in tokens, and nobody says how many make a block.
             tags = evolve(read_tags(req_context, tokens_per_block=1)[0], spans=())
             self._begin(req_context.req_id, tags)
+        self._open[req_context.req_id] = req_context
         self._open.move_to_end(req_context.req_id)
         if self._positions is not None:
             self._positions.follow(req_context)
@@ -221,14 +235,18 @@ class EvokeCachePolicy(CachePolicy):
         self.index.open(request, tags, time.monotonic())
         self._open[request] = None
 
+    def _parts(
+        self, keys: Iterable[OffloadKey], req_context: ReqContext | None
+    ) -> list[tuple[int, list[bytes]]]:
+        if self._positions is not None and req_context is not None:
+            return self._positions.parts(keys, req_context)
+        return chains.by_group(list(keys))
+
     def _place(
         self, request: str, key: OffloadKey, req_context: ReqContext | None
     ) -> tuple[int, int]:
         """The group of a new block, and its place in the chain of the request that stores it."""
-        if self._positions is not None and req_context is not None:
-            ((group, _),) = self._positions.parts([key], req_context)
-        else:
-            ((group, _),) = chains.by_group([key])
+        ((group, _),) = self._parts([key], req_context or self._open[request])
         last = self._new[-1] if self._new else None
         if last is not None and last[:2] == (request, group):
             known = self.index.locate(request, [last[3], key], group=group)
