@@ -8,16 +8,13 @@ policy would rather refuse. The negative controls are `evoke` behind a worker th
 restores.
 """
 
-import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bench.errors import UsageProblem
 from bench.serving import arms as serving
-from bench.serving.server import ServerConfig
-from gates import ROOT
+from bench.serving.server import MeasuredConfig
 from gates.profiles import Profile
 from gates.sizing import Sizes
 
@@ -82,24 +79,7 @@ def find_arm(name: str) -> Arm:
     return arm
 
 
-@dataclass(frozen=True)
-class GateServerConfig(ServerConfig):
-    """A server that can import this repository's own specs."""
-
-    environment: Mapping[str, str] = field(default_factory=dict)
-
-    def process_environment(self) -> dict[str, str]:
-        """Return the environment the server runs in."""
-        environment = super().process_environment()
-        # A package could be asked for any setting by the environment: a gate asks for none.
-        for name in [name for name in environment if name.startswith("EVOKE_")]:
-            del environment[name]
-        paths = [str(ROOT), environment.get("PYTHONPATH", "")]
-        environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-        return {**environment, **self.environment}
-
-
-def server_config(arm: Arm, profile: Profile, sizes: Sizes, model: Path) -> GateServerConfig:
+def server_config(arm: Arm, profile: Profile, sizes: Sizes, model: Path) -> MeasuredConfig:
     """Return what `arm` is served with."""
     pools = profile.pools
     gpu_blocks = pools.pool_blocks if arm.evicts else sizes.baseline_blocks
@@ -108,7 +88,7 @@ def server_config(arm: Arm, profile: Profile, sizes: Sizes, model: Path) -> Gate
         options += ["--kv-cache-dtype", profile.model.kv_dtype]
     if pools.device == "cuda":
         options += ["--gpu-memory-utilization", str(pools.usable_share)]
-    return GateServerConfig(
+    return MeasuredConfig(
         model=model,
         gpu_blocks=gpu_blocks,
         max_model_len=pools.max_model_len,

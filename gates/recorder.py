@@ -15,8 +15,8 @@ from typing import Any
 from bench.envelope import machine, now, versions
 from bench.errors import BenchError
 from bench.progress import Reporter
-from bench.serving.server import running
-from gates.arms import Arm, GateServerConfig, server_config
+from bench.serving.server import MeasuredConfig, running
+from gates.arms import Arm, server_config
 from gates.client import Counters, GateClient, Unanswered
 from gates.profiles import Profile
 from gates.recording import Answer, Recording
@@ -130,7 +130,7 @@ def _ask(
 
 
 def _configuration(
-    config: GateServerConfig, profile: Profile, arm: Arm, sizes: Sizes
+    config: MeasuredConfig, profile: Profile, arm: Arm, sizes: Sizes
 ) -> dict[str, Any]:
     """Return what a reader needs to repeat the run; no path, no port."""
     shown = asdict(config)

@@ -4,18 +4,15 @@ A server of the bench runs with this repository's own specs and with no setting 
 environment: every arm has its defaults.
 """
 
-import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from bench import ROOT
 from bench.demo.run import kv_bytes_per_token
 from bench.errors import UsageProblem
 from bench.matrix.arms import ARMS
 from bench.matrix.cells import Budget, Cell
 from bench.matrix.workloads.work import Work
-from bench.serving.server import ServerConfig
+from bench.serving.server import MeasuredConfig
 
 _GIB = 2**30
 _VALUE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1}
@@ -33,22 +30,6 @@ class Sizes:
     def tier_bytes(self) -> int:
         """Return the tier's room in bytes."""
         return self.tier_blocks * self.block_bytes
-
-
-@dataclass(frozen=True)
-class CellServer(ServerConfig):
-    """A server that can import this repository's own specs; `variables` are added."""
-
-    variables: Mapping[str, str] = field(default_factory=dict)
-
-    def process_environment(self) -> dict[str, str]:
-        """Return the environment the server runs in."""
-        environment = super().process_environment()
-        for name in [name for name in environment if name.startswith("EVOKE_")]:
-            del environment[name]
-        paths = [str(ROOT), environment.get("PYTHONPATH", "")]
-        environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-        return {**environment, **self.variables}
 
 
 def measure(cell: Cell, work: Work, model: Path | None) -> Sizes:
@@ -76,13 +57,13 @@ def measure(cell: Cell, work: Work, model: Path | None) -> Sizes:
     return Sizes(token_bytes * block, server["gpu_blocks"], tier)
 
 
-def server_config(cell: Cell, sizes: Sizes, model: Path, profile: Path | None) -> CellServer:
+def server_config(cell: Cell, sizes: Sizes, model: Path, profile: Path | None) -> MeasuredConfig:
     """Return what a cell is served with; `profile` is where its tier's overhead is written."""
     arm, server = ARMS[cell.arm], cell.server
     options = [*server["options"], "--enable-prompt-tokens-details", "--shutdown-timeout", "5"]
     if server["kv_dtype"]:
         options += ["--kv-cache-dtype", server["kv_dtype"]]
-    return CellServer(
+    return MeasuredConfig(
         model=model,
         gpu_blocks=sizes.gpu_blocks,
         max_model_len=server["max_model_len"],
@@ -93,5 +74,5 @@ def server_config(cell: Cell, sizes: Sizes, model: Path, profile: Path | None) -
         kv_space_gib=max(1, -(-sizes.gpu_blocks * sizes.block_bytes // _GIB)),
         kv_transfer=arm.kv_transfer(sizes.tier_bytes, server["block_size"], profile),
         options=tuple(options),
-        variables=arm.environment(sizes.tier_bytes),
+        environment=arm.environment(sizes.tier_bytes),
     )

@@ -16,12 +16,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from bench import ROOT
 from bench.errors import BenchError, UsageProblem
 from bench.serving.model import check_model_folder
 
@@ -83,6 +84,25 @@ class ServerConfig:
         environment["VLLM_CPU_KVCACHE_SPACE"] = str(self.kv_space_gib)
         environment.pop("PYTHONDONTWRITEBYTECODE", None)  # uncached imports double the boot time
         return environment
+
+
+@dataclass(frozen=True)
+class MeasuredConfig(ServerConfig):
+    """A server that can import this repository's own specs; `environment` is added to its own.
+
+    A package could be asked for any setting by the caller's environment: here none is passed on.
+    """
+
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def process_environment(self) -> dict[str, str]:
+        """Return the environment the server runs in."""
+        environment = super().process_environment()
+        for name in [name for name in environment if name.startswith("EVOKE_")]:
+            del environment[name]
+        paths = [str(ROOT), environment.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+        return {**environment, **self.environment}
 
 
 @dataclass(frozen=True)

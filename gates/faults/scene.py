@@ -19,8 +19,7 @@ from typing import Any
 
 from bench.errors import BenchError
 from bench.progress import Reporter
-from bench.serving.server import Server, running
-from gates.arms import GateServerConfig
+from bench.serving.server import MeasuredConfig, Server, running
 from gates.client import GateClient, Reply, Unanswered
 from gates.faults import FAULTS_KEY
 
@@ -300,7 +299,7 @@ def memory_of(pid: int) -> int:
 
 def _config(
     model: Path, *, gpu_blocks: int, extra: Mapping[str, Any] | None = None
-) -> GateServerConfig:
+) -> MeasuredConfig:
     transfer = None
     if extra is not None:
         transfer = {
@@ -308,7 +307,7 @@ def _config(
             "kv_role": "kv_both",
             "kv_connector_extra_config": dict(extra),
         }
-    return GateServerConfig(
+    return MeasuredConfig(
         model=model,
         gpu_blocks=gpu_blocks,
         max_model_len=MAX_MODEL_LEN,

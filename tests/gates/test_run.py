@@ -12,10 +12,10 @@ import pytest
 
 from bench.errors import BenchError
 from bench.progress import Reporter, make_console
-from bench.serving.server import Server
+from bench.serving.server import MeasuredConfig, Server
 from gates import __main__ as program
 from gates import recorder
-from gates.arms import ARMS, GateServerConfig
+from gates.arms import ARMS
 from gates.profiles import Profile, load_profile
 from gates.recorder import Bench, record
 from gates.recording import SUFFIX, Recording
@@ -35,7 +35,7 @@ class Engines:
     change: dict[str, Callable[[FakeEngine], None]] = field(default_factory=dict)
 
     @contextmanager
-    def running(self, config: GateServerConfig, log: Path, **options: object) -> Iterator[Server]:
+    def running(self, config: MeasuredConfig, log: Path, **options: object) -> Iterator[Server]:
         engine = self.made[log.stem] = FakeEngine(tier=config.kv_transfer is not None)
         if config.kv_transfer and "gate_damage" in config.kv_transfer["kv_connector_extra_config"]:
             damage(engine)
