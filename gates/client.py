@@ -5,20 +5,18 @@ one request must send requests one at a time and read `counters` between them.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
+from prometheus_client.metrics_core import Metric
 
 from bench.errors import BenchError
-from bench.serving.client import Connection, greedy
+from bench.serving.client import CacheCounters, Connection, greedy
 
 _SETTLE_S = 5.0
 _POLL_S = 0.02
-_ASKED = "vllm:prefix_cache_queries_total"
-_IN_GPU = "vllm:prefix_cache_hits_total"
-_RESTORED = "vllm:external_prefix_cache_hits_total"
 _STORED_BYTES = "vllm:kv_offload_store_bytes_total"
 _RESTORED_BYTES = "vllm:kv_offload_load_bytes_total"
 
@@ -83,17 +81,14 @@ class GateClient(Connection):
 
     def counters(self) -> Counters:
         """Return the server's counters."""
-        values = self.metrics()
-
-        def count(name: str) -> int:
-            return int(values.get(name, 0))
-
+        families = list(self.families())
+        cache, values = CacheCounters.read(families), _totals(families)
         return Counters(
-            count(_ASKED),
-            count(_IN_GPU),
-            count(_RESTORED),
-            count(_STORED_BYTES),
-            count(_RESTORED_BYTES),
+            cache.asked,
+            cache.in_gpu,
+            cache.restored,
+            int(values.get(_STORED_BYTES, 0)),
+            int(values.get(_RESTORED_BYTES, 0)),
         )
 
     def settled(self, before: Counters, prompt_tokens: int) -> Counters:
@@ -118,13 +113,7 @@ class GateClient(Connection):
 
     def metrics(self) -> dict[str, float]:
         """Return every counter and gauge by its name, summed over labels."""
-        values: dict[str, float] = {}
-        for family in self.families():
-            if family.type in ("counter", "gauge", "unknown"):
-                for sample in family.samples:
-                    if not sample.name.endswith("_created"):
-                        values[sample.name] = values.get(sample.name, 0.0) + sample.value
-        return values
+        return _totals(self.families())
 
     def alive(self) -> bool:
         """Tell whether the server answers its health check."""
@@ -140,3 +129,13 @@ class GateClient(Connection):
 
 def _one_line(text: str) -> str:
     return " ".join(text.split())[:300]
+
+
+def _totals(families: Iterable[Metric]) -> dict[str, float]:
+    values: dict[str, float] = {}
+    for family in families:
+        if family.type in ("counter", "gauge", "unknown"):
+            for sample in family.samples:
+                if not sample.name.endswith("_created"):
+                    values[sample.name] = values.get(sample.name, 0.0) + sample.value
+    return values

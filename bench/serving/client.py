@@ -7,6 +7,7 @@ counters account for exactly this request's prompt, so a difference never mixes 
 
 import json
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -20,23 +21,38 @@ from bench.errors import BenchError
 from bench.serving.server import SERVED_NAME, Server
 
 _SETTLE_S = 5.0
-_COUNTERS = {
-    "vllm:prefix_cache_queries_total": "asked",
-    "vllm:prefix_cache_hits_total": "in_gpu",
-    "vllm:external_prefix_cache_queries_total": "queried",
-    "vllm:external_prefix_cache_hits_total": "restored",
-}
+_PROMPT_TOKENS = "vllm:prompt_tokens_by_source_total"
+_IN_GPU = "local_cache_hit"
+_RESTORED = "external_kv_transfer"
+_QUERIED = "vllm:external_prefix_cache_queries_total"
 _BY_ROLE = "vllm:kv_offload_evoke_{}_blocks_total"
 
 
 @dataclass(frozen=True)
 class CacheCounters:
-    """Tokens: asked for, found in the GPU pool, looked up in the tier, restored from it."""
+    """Tokens: asked for, found in the GPU pool, looked up in the tier, restored from it.
+
+    They count a prompt once. The engine's `prefix_cache_queries` and `_hits` would not: it looks a
+    prompt up again in every step in which the request has to wait.
+    """
 
     asked: int = 0
     in_gpu: int = 0
     queried: int = 0
     restored: int = 0
+
+    @classmethod
+    def read(cls, families: Iterable[Metric]) -> Self:
+        """Read a server's metrics; what it does not report is 0."""
+        by_source: Counter[str] = Counter()
+        queried = 0
+        for family in families:
+            for sample in family.samples:
+                if sample.name == _PROMPT_TOKENS:
+                    by_source[sample.labels["source"]] += int(sample.value)
+                elif sample.name == _QUERIED:
+                    queried += int(sample.value)
+        return cls(by_source.total(), by_source[_IN_GPU], queried, by_source[_RESTORED])
 
     def since(self, earlier: "CacheCounters") -> "CacheCounters":
         """Return what was counted after `earlier`."""
@@ -176,12 +192,7 @@ class Client(Connection):
 
     def counters(self) -> CacheCounters:
         """Return the server's cache counters since it started."""
-        counts = dict.fromkeys(_COUNTERS.values(), 0)
-        for family in self.families():
-            for sample in family.samples:
-                if sample.name in _COUNTERS:
-                    counts[_COUNTERS[sample.name]] += int(sample.value)
-        return CacheCounters(**counts)
+        return CacheCounters.read(self.families())
 
     def tier_by_role(self) -> dict[str, tuple[int, int]]:
         """Return, by source role, blocks that EVOKE's tier was asked for and that it restored.

@@ -6,6 +6,7 @@ tier if it was asked before. A prompt that starts with 13 crashes the "engine" m
 
 import json
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +21,8 @@ class FakeEngine:
         self.bodies: list[dict[str, Any]] = []
         self.last: list[int] = []
         self.tier: list[list[int]] = []
-        self.counts = {"prefix": [0, 0], "external_prefix": [0, 0]}
+        self.by_source: Counter[str] = Counter()
+        self.queried = 0
         self.by_role: dict[str, tuple[int, int]] = {}
         self.lock = threading.Lock()
 
@@ -29,29 +31,25 @@ class FakeEngine:
         size = len(prompt)
         hit = prompt == self.last
         known = hit or prompt in self.tier
-        self._count("prefix", size, size if hit else 0)
-        if not hit:
-            self._count("external_prefix", size, size if prompt in self.tier else 0)
+        source = "local_cache_hit" if hit else "external_kv_transfer" if known else "local_compute"
+        self.by_source[source] += size
+        self.queried += 0 if hit else size
         self.last = prompt
         self.tier.append(prompt)
         return size if known else 0
 
     def metrics(self) -> str:
-        lines = []
-        for name, values in self.counts.items():
-            for kind, value in zip(("queries", "hits"), values, strict=True):
-                family = f"vllm:{name}_cache_{kind}"
-                lines += [f"# TYPE {family} counter", f'{family}_total{{engine="0"}} {value}.0']
+        queries = "vllm:external_prefix_cache_queries"
+        lines = [f"# TYPE {queries} counter", f"{queries}_total {self.queried}.0"]
+        lines.append("# TYPE vllm:prompt_tokens_by_source counter")
+        for source, value in self.by_source.items():
+            lines.append(f'vllm:prompt_tokens_by_source_total{{source="{source}"}} {value}.0')
         for at, kind in enumerate(("lookup", "hit")):
             family = f"vllm:kv_offload_evoke_{kind}_blocks"
             lines.append(f"# TYPE {family} counter")
             for role, counts in self.by_role.items():
                 lines.append(f'{family}_total{{engine="0",source_role="{role}"}} {counts[at]}.0')
         return "\n".join(lines) + "\n"
-
-    def _count(self, name: str, queries: int, hits: int) -> None:
-        self.counts[name][0] += queries
-        self.counts[name][1] += hits
 
 
 @contextmanager

@@ -6,6 +6,7 @@ one in `deadly` ends the server's life: from then on every request fails.
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,16 +27,8 @@ class FakeEngine:
         self.deadly: set[int] = set()
         self.dead = False
         self.gauges: dict[str, float] = {}
-        self.counts = dict.fromkeys(
-            (
-                "prefix_cache_queries",
-                "prefix_cache_hits",
-                "external_prefix_cache_hits",
-                "kv_offload_store_bytes",
-                "kv_offload_load_bytes",
-            ),
-            0,
-        )
+        self.counts = dict.fromkeys(("kv_offload_store_bytes", "kv_offload_load_bytes"), 0)
+        self.by_source: Counter[str] = Counter()
 
     def complete(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         self.bodies.append(body)
@@ -48,9 +41,8 @@ class FakeEngine:
         found = sum(block in self.seen for block in blocks if len(block) < len(prompt))
         new = sum(block not in self.seen for block in blocks)
         self.seen |= set(blocks)
-        self.counts["prefix_cache_queries"] += len(prompt)
-        kind = "external_prefix_cache_hits" if self.tier else "prefix_cache_hits"
-        self.counts[kind] += 32 * found
+        self.by_source["local_compute"] += len(prompt) - 32 * found
+        self.by_source["external_kv_transfer" if self.tier else "local_cache_hit"] += 32 * found
         if self.tier:
             self.counts["kv_offload_load_bytes"] += BLOCK_BYTES * found
             self.counts["kv_offload_store_bytes"] += BLOCK_BYTES * new
@@ -66,6 +58,9 @@ class FakeEngine:
         lines = []
         for name, value in self.counts.items():
             lines += [f"# TYPE vllm:{name} counter", f'vllm:{name}_total{{engine="0"}} {value}.0']
+        lines.append("# TYPE vllm:prompt_tokens_by_source counter")
+        for source, value in self.by_source.items():
+            lines.append(f'vllm:prompt_tokens_by_source_total{{source="{source}"}} {value}.0')
         for name, gauge in self.gauges.items():
             lines += [f"# TYPE vllm:{name} gauge", f"vllm:{name} {gauge}"]
         return "\n".join(lines) + "\n"
