@@ -22,7 +22,7 @@ import evoke_core.order
 from evoke_core import BlockLedger, BlockState, EvokeConfig, RequestTags
 from evoke_core.adaptive import AdaptivePolicy
 from evoke_core.history import Past
-from evoke_core.reuse_model import ReuseModel, Table, class_of
+from evoke_core.reuse_model import ReuseIndex, ReuseModel, Table, class_of
 
 NO_TAGS = RequestTags()
 LOUD = RequestTags(source_type="system", priority=10.0)
@@ -212,7 +212,7 @@ def test_dead_blocks_cannot_starve_the_rest() -> None:
     assert ratio(asks, scored, "quiet") < 0.1, "the seed's formula believes every word"
 
 
-def finish(stages: Generator[None, None, tuple[Table, Table]]) -> tuple[Table, Table]:
+def finish(stages: Generator[None, None, tuple[ReuseIndex, Table]]) -> tuple[ReuseIndex, Table]:
     """Go through all stages of a relearning at once."""
     while True:
         try:
@@ -252,7 +252,7 @@ def test_a_hint_is_worth_what_its_blocks_have_proven() -> None:
             reuse=reuse, last=99, gap=3, role=role, priority=priority, holding=False
         )
         key = policy.class_key(run, 100)  # type: ignore[arg-type]
-        assert policy.index(reuse, 3, 1) == index[class_of(reuse, 3), 1]
+        assert policy.index(reuse, 3, 1) == index[class_of(reuse, 3)][1]
         return policy.score(key, 1, 64.0) / policy.index(reuse, 3, 1)
 
     weight = evoke_core.adaptive._TRUST_WEIGHT
@@ -323,7 +323,7 @@ def test_relearning_is_spread_over_requests(monkeypatch: pytest.MonkeyPatch) -> 
 
     def counted(
         self: ReuseModel, capacity: int, *, sharp: bool
-    ) -> Generator[None, None, tuple[Table, Table]]:
+    ) -> Generator[None, None, tuple[ReuseIndex, Table]]:
         inner = relearn(self, capacity, sharp=sharp)
         while True:
             stages.append(self.clock)

@@ -8,7 +8,7 @@ trying every horizon. It shares nothing with the package but the published const
 
 import math
 import random
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from itertools import pairwise
 
 import numpy as np
@@ -23,6 +23,7 @@ from evoke_core.reuse_model import (
     EDGES,
     GAP_EDGES,
     MEMORY,
+    ReuseIndex,
     ReuseModel,
     Table,
     bin_of,
@@ -37,13 +38,18 @@ WIDTH = [end - start for start, end in pairwise(EDGES)]
 
 
 def drain(model: ReuseModel, capacity: int, *, sharp: bool) -> tuple[Table, Table]:
-    """Relearn in one go."""
-    stages = model.relearn(capacity, sharp=sharp)
+    """Relearn in one go, and compute the index of every class."""
+    return finish(model.relearn(capacity, sharp=sharp))
+
+
+def finish(stages: Generator[None, None, tuple[ReuseIndex, Table]]) -> tuple[Table, Table]:
+    """Go through the stages that are left."""
     while True:
         try:
             next(stages)
         except StopIteration as done:
-            return done.value
+            index, chance = done.value
+            return np.stack([index[of_class] for of_class in range(CLASSES)]), chance
 
 
 # --- the formulas, slowly -------------------------------------------------------------------------
@@ -343,11 +349,7 @@ def test_one_by_one_is_together_bit_for_bit(life: tuple[int, int, bool]) -> None
             stages = both.model.relearn(300, sharp=sharp)
             next(stages)  # the evidence is taken here, what follows waits for the next time
             both.live(3)
-            try:
-                while True:
-                    next(stages)
-            except StopIteration as done:
-                results.append(done.value)
+            results.append(finish(stages))
         for one, other in zip(*results, strict=True):
             assert one.tobytes() == other.tobytes()
 

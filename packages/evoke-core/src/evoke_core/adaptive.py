@@ -34,6 +34,7 @@ from evoke_core.reuse_model import (
     CLASSES,
     EDGES,
     MEMORY,
+    ReuseIndex,
     ReuseModel,
     Table,
     bin_of,
@@ -86,9 +87,9 @@ class AdaptivePolicy(Policy):
         self._sharp = False
         self._full = False
         self._relearn_at = 0
-        self._relearning: Generator[None, None, tuple[Table, Table]] | None = None
-        self._index = np.zeros((CLASSES, BINS))
-        self._scores = [0.0] * (_CELLS * hints)
+        self._relearning: Generator[None, None, tuple[ReuseIndex, Table]] | None = None
+        self._index = ReuseIndex(np.zeros((CLASSES, BINS)))
+        self._scores: dict[int, float] = {}  # of the cells that were asked for
         # Per group of hints: blocks that were expected to return, and that did. Counts since the
         # last relearning are integers: sums do not depend on their order.
         self._expected = np.zeros(hints)
@@ -119,11 +120,19 @@ class AdaptivePolicy(Policy):
 
     def score(self, key: Hashable, age: int, half_life: float) -> float:
         number: int = key  # type: ignore[assignment]
-        if number < self._cells:
-            return self._scores[number]
         promise, cell = divmod(number, self._cells)
+        value = self._scores.get(cell)
+        if value is None:
+            value = self._scores[cell] = self._score(cell)
+        if not promise:
+            return value
         length, left = divmod(promise - 1, _LENGTHS)
-        return max(self._scores[cell], self._skill[length] / LENGTHS[left])
+        return max(value, self._skill[length] / LENGTHS[left])
+
+    def _score(self, cell: int) -> float:
+        hint, past = divmod(cell, _CELLS)
+        of_class, age_bin = divmod(past, BINS)
+        return float(self._index[of_class][age_bin]) * self._trusts[hint]
 
     def next_move(self, key: Hashable, last: int) -> tuple[int, Hashable] | None:
         number: int = key  # type: ignore[assignment]
@@ -132,7 +141,7 @@ class AdaptivePolicy(Policy):
 
     def index(self, reuse: int, gap: int, age: int) -> float:
         """Return what a block with this history is worth, before any hint."""
-        return float(self._index[class_of(reuse, gap), bin_of(age)])
+        return float(self._index[class_of(reuse, gap)][bin_of(age)])
 
     # --- learning ---
 
@@ -190,17 +199,14 @@ class AdaptivePolicy(Policy):
             if not at_once:
                 return False
 
-    def _apply(self, index: Table, chance: Table) -> None:
+    def _apply(self, index: ReuseIndex, chance: Table) -> None:
         clock = self._model.clock
         self._relearn_at = clock + min(_LONGEST_INTERVAL, max(1, clock // 16))
         self._index = index
         decay = math.exp(-(clock - self._applied_at) / MEMORY)
         self._applied_at = clock
-        scores: list[float] = []
         self._trusts = self._trust(chance[:, -1], decay)
-        for trust in self._trusts:
-            scores += (index * trust).ravel().tolist()
-        self._scores = scores
+        self._scores = {}
         self._skill = self._promised(chance, decay)
 
     def _promised(self, chance: Table, decay: float) -> list[float]:

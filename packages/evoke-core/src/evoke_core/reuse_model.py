@@ -25,7 +25,8 @@ cannot know: anything that
 ages and counts do not show, above all which blocks return together; that the present will end.
 
 Guarantees: pure numbers in, pure numbers out; deterministic; the same whether blocks are reported
-one by one or together; what ``relearn`` costs does not depend on the pool's size.
+one by one or together; what ``relearn`` costs does not depend on the pool's size. Most of it is the
+index, so it is computed for classes that have blocks, and for others when it is asked for.
 """
 
 import math
@@ -137,8 +138,10 @@ class ReuseModel:
         if self.clock - last < _HORIZON:
             self._cohorts[of_class, last % _HORIZON] -= blocks
 
-    def relearn(self, capacity: int, *, sharp: bool) -> Generator[None, None, tuple[Table, Table]]:
-        """Return the index and the chance of reuse up to each bin, both ``(CLASSES, BINS)``.
+    def relearn(
+        self, capacity: int, *, sharp: bool
+    ) -> Generator[None, None, tuple["ReuseIndex", Table]]:
+        """Return the index, and the chance of reuse up to each bin as ``(CLASSES, BINS)``.
 
         A generator: it pauses between stages of one to two milliseconds each, so that a caller can
         spread the work. ``capacity`` in blocks sets how much evidence outweighs what is assumed: a
@@ -147,7 +150,7 @@ class ReuseModel:
         it is averaged with a smoothed one and with the count bucket's, and rises toward younger
         ages.
         """
-        reused, unused = self._evidence()
+        reused, unused, waiting = self._evidence()
         yield
         weight = min(500.0, max(150.0, capacity / 8.0))
         smooth = 0.0 if sharp else min(500.0, max(0.0, (capacity - 500.0) / 4.0))
@@ -161,25 +164,29 @@ class ReuseModel:
         powers = _PER_COUNT ** np.arange(-1.0, _COUNTS)
         by_count_prior = 1.0 - (1.0 - overall) ** powers[:, None]
         hazard = np.empty((CLASSES, BINS))
-        hazard[:1] = _hazard(reused[:1], unused[:1], by_count_prior[:1], weight, smooth)
+        exposed = _exposed(reused, unused)
+        hazard[:1] = _shrunk(reused[:1], exposed[:1], by_count_prior[:1], weight, smooth)
         prior = np.repeat(by_count_prior[1:2], _GAPS, axis=0)
         for first in range(1, CLASSES, _GAPS):  # a class starts from the one with a lower count
             rows = slice(first, first + _GAPS)
-            hazard[rows] = _hazard(reused[rows], unused[rows], prior, weight, smooth)
+            hazard[rows] = _shrunk(reused[rows], exposed[rows], prior, weight, smooth)
             prior = 1.0 - (1.0 - hazard[rows]) ** _PER_COUNT
         yield
-        index = _gittins(hazard)
+        by_count = None
         if not sharp:
-            yield
-            count_hazard = _hazard(
-                _by_count(reused), _by_count(unused), by_count_prior, 0.2 * weight, smooth
+            by_count = _gittins(
+                _hazard(_by_count(reused), _by_count(unused), by_count_prior, 0.2 * weight, smooth)
             )
-            by_count = _gittins(count_hazard)[_COUNT_OF]
-            index = (index * _from_here_on(index) * by_count * _from_here_on(by_count)) ** 0.25
+            yield
+        index = ReuseIndex(hazard, by_count)
+        index.compute(np.flatnonzero(waiting))
         return index, 1.0 - np.exp(np.log1p(-hazard).cumsum(axis=1))
 
-    def _evidence(self) -> tuple[Table, Table]:
-        """Fold in what is new, let the old decay, and add the blocks that still wait."""
+    def _evidence(self) -> tuple[Table, Table, npt.NDArray[np.bool_]]:
+        """Fold in what is new, let the old decay, and add the blocks that still wait.
+
+        Returns reused and unused blocks, and which classes have blocks that wait.
+        """
         memory = min(MEMORY, 1.0 + _EARLY_MEMORY * self.clock)
         decay = math.exp(-(self.clock - self._learned_at) / memory)
         self._learned_at = self.clock
@@ -189,14 +196,42 @@ class ReuseModel:
         self._new_unused[:] = 0
         span = min(self.clock + 1, _HORIZON)
         at = self.clock % _HORIZON
-        newest_first = np.concatenate((self._cohorts[:, at::-1], self._cohorts[:, :at:-1]), axis=1)[
-            :, :span
-        ]
+        newest_first = self._cohorts[:, at::-1]
+        if span > at + 1:  # the ring has turned
+            newest_first = np.concatenate((newest_first, self._cohorts[:, :at:-1]), axis=1)
         starts = [edge for edge in EDGES[:-1] if edge < span]
         waiting = np.add.reduceat(newest_first, starts, axis=1)
         unused = self._unused.copy()
         unused[:, : len(starts)] += waiting * np.exp(-np.array(starts) / MEMORY)
-        return self._reused, unused
+        return self._reused, unused, waiting.any(axis=1)
+
+
+class ReuseIndex:
+    """The index of every class: ``index[of_class]`` is an array of ``BINS`` values.
+
+    Args:
+        hazard: the chance of reuse within each bin, ``(CLASSES, BINS)``.
+        by_count: the index of each count bucket, to average with; None: the class's own alone.
+    """
+
+    def __init__(self, hazard: Table, by_count: Table | None = None) -> None:
+        self._hazard = hazard
+        self._by_count = by_count
+        self._rows: list[Table | None] = [None] * len(hazard)
+
+    def __getitem__(self, of_class: int) -> Table:
+        row = self._rows[of_class]
+        return self.compute(np.array([of_class]))[0] if row is None else row
+
+    def compute(self, classes: npt.NDArray[np.intp]) -> Table:
+        """Compute the index of several classes at once, which costs less than one by one."""
+        index = _gittins(self._hazard[classes])
+        if self._by_count is not None:
+            by_count = self._by_count[_COUNT_OF[classes]]
+            index = (index * _from_here_on(index) * by_count * _from_here_on(by_count)) ** 0.25
+        for of_class, row in zip(classes.tolist(), index, strict=True):
+            self._rows[of_class] = row
+        return index
 
 
 _COUNT_OF = np.array([0] + [1 + count for count in range(_COUNTS) for _ in range(_GAPS)])
@@ -211,10 +246,20 @@ def _by_count(histogram: Table) -> Table:
 def _hazard(reused: Table, unused: Table, prior: Table, weight: float, smooth: float) -> Table:
     """Return the chance of reuse within each bin, shrunk toward ``prior`` as ``weight`` blocks.
 
-    Of the blocks that ended in a bin unused, half count as exposed (the actuarial estimate).
     ``smooth`` shrinks further toward the best non-increasing rate per request, by as many blocks.
     """
-    exposed = np.cumsum((reused + unused)[:, ::-1], axis=1)[:, ::-1] - unused / 2.0
+    return _shrunk(reused, _exposed(reused, unused), prior, weight, smooth)
+
+
+def _exposed(reused: Table, unused: Table) -> Table:
+    """Return how many blocks reached each bin.
+
+    Of the blocks that ended in a bin unused, half count as exposed (the actuarial estimate).
+    """
+    return np.asarray(np.cumsum((reused + unused)[:, ::-1], axis=1)[:, ::-1] - unused / 2.0)
+
+
+def _shrunk(reused: Table, exposed: Table, prior: Table, weight: float, smooth: float) -> Table:
     hazard = np.minimum((reused + weight * prior) / (exposed + weight), 0.999)
     if smooth > 0.0:
         rate = _non_increasing(-np.log1p(-hazard) / _WIDTH, (exposed + weight) * _WIDTH)
@@ -236,9 +281,9 @@ def _non_increasing(values: Table, weights: Table) -> Table:
         mean = (total[:, None, 1:] - total[:, :-1, None]) / (
             weight[:, None, 1:] - weight[:, :-1, None]
         )
-    mean[:, _BEFORE] = -np.inf
+    np.copyto(mean, -np.inf, where=_BEFORE)
     largest = np.maximum.accumulate(mean[:, :, ::-1], axis=2)[:, :, ::-1]
-    largest[:, _BEFORE] = np.inf
+    np.copyto(largest, np.inf, where=_BEFORE)
     return np.asarray(largest.min(axis=1))
 
 
@@ -253,15 +298,16 @@ def _gittins(hazard: Table) -> Table:
     )
     first = -np.expm1(_AHEAD * log_survival)
     reaching = np.exp(cumulative[:, None, :-1] - cumulative[:, 1:, None])
-    reaching[:, _UP_TO] = 0.0
+    np.copyto(reaching, 0.0, where=_UP_TO)
     reaching *= (1.0 - first)[:, :, None]
     gained = np.cumsum(reaching * hazard[:, None, :], axis=2) + first[:, :, None]
     held = np.cumsum(reaching * ((1.0 - hazard / 2.0) * _WIDTH)[:, None, :], axis=2)
     held += ((1.0 - first / 2.0) * _AHEAD * _WIDTH)[:, :, None]
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = gained / held
-    ratio[:, _BEFORE] = 0.0
-    return np.asarray(np.nan_to_num(ratio, nan=0.0, posinf=0.0).max(axis=2))
+    np.copyto(ratio, 0.0, where=_BEFORE)
+    np.copyto(ratio, 0.0, where=~np.isfinite(ratio))
+    return np.asarray(ratio.max(axis=2))
 
 
 def _from_here_on(index: Table) -> Table:

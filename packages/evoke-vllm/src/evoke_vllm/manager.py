@@ -111,10 +111,12 @@ class EvokeOffloadingManager(OffloadingManager):
         self._counts_skips = store_threshold > 1
         self._skips_reported = 0
         self._warned: set[TagProblem] = set()
+        self._changed = True  # since the metrics were last handed on
         self._since_reset: set[str] | None = None  # requests opened since; None: no reset yet
 
     @override
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        self._changed = True
         tags, problems = read_tags(req_context, self._tokens_per_block)
         if problems:
             self._report(problems)
@@ -129,6 +131,7 @@ class EvokeOffloadingManager(OffloadingManager):
 
     @override
     def on_request_finished(self, req_context: ReqContext) -> None:
+        self._changed = True
         self._settle(req_context)
         self.ledger.close(req_context.req_id)
         if self._since_reset is not None:
@@ -156,6 +159,7 @@ class EvokeOffloadingManager(OffloadingManager):
 
     @override
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self._changed = True
         self._announce(req_context)
         for group, part in chains.by_group(keys):
             if group == self._lookups.group:
@@ -177,6 +181,7 @@ class EvokeOffloadingManager(OffloadingManager):
         return self._hold(keys, req_context)
 
     def _hold(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        self._changed = True
         slots = self.ledger.acquire(req_context.req_id, keys)
         if slots is None:
             raise RuntimeError(
@@ -187,12 +192,14 @@ class EvokeOffloadingManager(OffloadingManager):
 
     @override
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self._changed = True
         self.ledger.release(req_context.req_id, keys)
 
     @override
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput:
+        self._changed = True
         self._announce(req_context)
         self._settle(req_context)
         granted: list[OffloadKey] = []
@@ -224,6 +231,7 @@ class EvokeOffloadingManager(OffloadingManager):
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
+        self._changed = True
         if success:
             self.ledger.commit(req_context.req_id, keys)
         else:
@@ -233,6 +241,7 @@ class EvokeOffloadingManager(OffloadingManager):
 
     @override
     def reset_cache(self) -> None:
+        self._changed = True
         self.ledger.reset()
         self._since_reset = set()
         if self._recorder is not None:
@@ -266,7 +275,11 @@ class EvokeOffloadingManager(OffloadingManager):
         return [{} if self._info is None else self._info]
 
     @override
-    def get_stats(self) -> OffloadingConnectorStats:
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        """What changed since the last call; None, as for most decoding steps, if nothing did."""
+        if not self._changed:
+            return None
+        self._changed = False
         self._drain()
         if self._recorder is not None:
             self._metrics.recording_dropped(self._recorder.lost)
@@ -306,6 +319,7 @@ class EvokeOffloadingManager(OffloadingManager):
     def _settled(self, request: Request, start: int, found: int) -> None:
         """It is known what a request found from position ``start`` of its prompt on."""
         assert request.keys is not None
+        self._changed = True
         self._metrics.looked_up(request.tags, start, len(request.keys) - start, found)
         if self._recorder is not None:
             self._recorder.prompt(
