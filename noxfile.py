@@ -319,18 +319,7 @@ def upstream_lmcache(session: nox.Session) -> None:
     """LMCache's own tests of policies and backends, with EVOKE in the place of LRU."""
     lmcache = LMCACHES[0]
     install_lmcache(session, lmcache, *group("upstream-lmcache"))
-    folder = Path(session.create_tmp()).absolute() / "upstream"
-    source = folder / f"lmcache-{lmcache}"
-    if not (source / "tests").exists():
-        # pip, because uv downloads no source distributions; what is here builds its metadata.
-        fetch = ("pip", "download", "--no-deps", "--no-build-isolation", "--no-binary=lmcache")
-        variables = {"NO_CUDA_EXT": "1", "NO_GPU_EXT": "1"}
-        where = ("--dest", str(folder), f"lmcache=={lmcache}")
-        session.run("python", "-m", *fetch, *where, env=variables)
-        [archive] = folder.glob("lmcache-*.tar.gz")
-        shutil.unpack_archive(archive, folder, filter="data")
-        shutil.move(source / "lmcache", source / "not-the-package")  # the wheel has native parts
-    session.chdir(source)
+    session.chdir(lmcache_source(session, lmcache))
     session.run(
         "python",
         *("-m", "pytest", "-q", "-p", "evoke_upstream"),
@@ -343,6 +332,22 @@ def upstream_lmcache(session: nox.Session) -> None:
     )
 
 
+def lmcache_source(session: nox.Session, lmcache: str) -> Path:
+    """LMCache's source distribution, unpacked, without the package: the wheel has native parts."""
+    folder = Path(session.create_tmp()).absolute() / "upstream"
+    source = folder / f"lmcache-{lmcache}"
+    if not (source / "tests").exists():
+        # pip, because uv downloads no source distributions; what is here builds its metadata.
+        fetch = ("pip", "download", "--no-deps", "--no-build-isolation", "--no-binary=lmcache")
+        variables = {"NO_CUDA_EXT": "1", "NO_GPU_EXT": "1"}
+        where = ("--dest", str(folder), f"lmcache=={lmcache}")
+        session.run("python", "-m", *fetch, *where, env=variables)
+        [archive] = folder.glob("lmcache-*.tar.gz")
+        shutil.unpack_archive(archive, folder, filter="data")
+        shutil.move(source / "lmcache", source / "not-the-package")
+    return source
+
+
 def install_lmcache(session: nox.Session, lmcache: str, *more: str) -> None:
     """An LMCache, the torch it was built against, our packages, and what tests need."""
     require_linux(session)
@@ -353,6 +358,34 @@ def install_lmcache(session: nox.Session, lmcache: str, *more: str) -> None:
         *("--constraints", str(described / "versions.txt")),
         *("-e", "packages/evoke-core", "-e", "packages/evoke-lmcache"),
         *(*group("test"), *more),
+    )
+
+
+@nox.session
+@nox.parametrize("number", ["0001", "0004"])
+def rfc(session: nox.Session, number: str) -> None:
+    """An RFC's patch on a copy of the release it was written for, with our tests and upstream's."""
+    [patch] = (ROOT / "rfc" / "patches").glob(f"{number}-*.patch")
+    folder = session.cache_dir.absolute() / "rfc" / number
+    make = ("-m", "tests.rfc.patched", str(patch), str(folder))
+    path = os.pathsep.join([str(folder), str(ROOT)])
+    if number == "0001":
+        vllm = VLLMS[-1]
+        engine = engine_of(vllm)
+        run_engine(session, *make, engine=engine)
+        run_engine(session, "-m", "pytest", "tests/rfc", engine=engine, env={"PYTHONPATH": path})
+        work = session.cache_dir.absolute() / "upstream" / vllm
+        theirs = ("tests/upstream/run.py", vllm, str(work), "--patched", str(folder))
+        run_engine(session, *theirs, engine=engine, env={"UV": str(nox.virtualenv.UV)})
+        return
+    install_lmcache(session, LMCACHES[0], *group("upstream-lmcache"))
+    quiet = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "ERROR"}
+    session.run("python", *make)
+    session.run("pytest", "tests/rfc", env={"PYTHONPATH": path, **quiet})
+    session.chdir(lmcache_source(session, LMCACHES[0]))
+    session.run(
+        *("python", "-m", "pytest", "-q", *UPSTREAM_LMCACHE),
+        env={"PYTHONPATH": os.pathsep.join(["", str(folder)]), **quiet},
     )
 
 

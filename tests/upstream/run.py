@@ -8,8 +8,12 @@ against the hash in `releases.toml`; nothing of them is kept in this repository.
 They run as they are, then once for each of `MODES`. Whatever passes as it is must pass with ours;
 `exceptions.toml` lists what does not, each with its reason, and an exception that is none any more
 is an error too.
+
+With `--patched FOLDER`, which holds a patched vLLM, they run as they are and then with that vLLM
+instead, and whatever passes must pass there too.
 """
 
+import argparse
 import fnmatch
 import hashlib
 import json
@@ -117,15 +121,17 @@ def model_cache(work: Path) -> Path:
     return home
 
 
-def run(source: Path, work: Path, mode: str) -> dict[str, str]:
-    """Outcomes by test; `mode` is one of `MODES`, or `stock`."""
+def run(source: Path, work: Path, mode: str, patched: Path | None = None) -> dict[str, str]:
+    """Outcomes by test; `mode` is one of `MODES`, or `stock`; `patched` holds another vLLM."""
     found = sorted(
         str(path.relative_to(source)) for name in TESTS for path in (source / "tests").glob(name)
     )
     result = work / f"{mode}.json"
     result.unlink(missing_ok=True)
+    ahead = [patched] if patched else []
+    path = [*map(str, (*ahead, source, HERE)), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(source), str(HERE), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join(path),
         "HF_HOME": str(model_cache(work)),
         "HF_HUB_OFFLINE": "1",
         "EVOKE_POLICY": "lru",
@@ -158,7 +164,7 @@ def _named(test: str, pattern: str) -> bool:
     return fnmatch.fnmatchcase(test, f"*{pattern}")
 
 
-def main(release: str, work: Path) -> int:
+def main(release: str, work: Path, patched: Path | None) -> int:
     """Print what ran and what differed; 1 where something differs that is not listed."""
     source = fetch(release, work)
     stock = run(source, work, "stock")
@@ -166,6 +172,13 @@ def main(release: str, work: Path) -> int:
     print(f"vLLM {release}: {len(stock)} tests, {len(passing)} pass as they are")
     if not passing:
         return 1
+    if patched is not None:
+        outcomes = run(source, work, "stock", patched)
+        failed = sorted(test for test in passing if outcomes.get(test) != "passed")
+        print(f"  patched: {len(passing) - len(failed)} pass")
+        for test in failed:
+            print(f"    FAILED: {test}")
+        return 1 if failed else 0
     wrong = 0
     for mode in MODES if release != "0.24.0" else MODES[:1]:
         outcomes = run(source, work, mode)
@@ -191,4 +204,9 @@ def main(release: str, work: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], Path(sys.argv[2]).absolute()))
+    parser = argparse.ArgumentParser(description="vLLM's own offloading tests, with ours")
+    parser.add_argument("release")
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--patched", type=Path, metavar="FOLDER")
+    given = parser.parse_args()
+    sys.exit(main(given.release, given.work.absolute(), given.patched))
