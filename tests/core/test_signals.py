@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from evoke_core import BlockLedger, EvokeConfig, RetentionIndex
@@ -70,6 +70,7 @@ def test_the_order_within_a_step_moves_no_bit(
 def test_the_unit_of_the_masses_does_not_matter(
     history: list[dict[bytes, float]], power: int
 ) -> None:
+    assume(all(mass == 0.0 or mass > 1e-300 for step in history for mass in step.values()))
     scaled = [{key: mass * 2.0**power for key, mass in step.items()} for step in history]
     assert [observed(history).value(key) for key in KEYS] == pytest.approx(
         [observed(scaled).value(key) for key in KEYS]

@@ -92,11 +92,12 @@ class AdaptivePolicy(Policy):
         self._scores: dict[int, float] = {}  # of the cells that were asked for
         # Per group of hints: blocks that were expected to return, and that did. Counts since the
         # last relearning are integers: sums do not depend on their order.
-        self._expected = np.zeros(hints)
-        self._returned = np.zeros(hints)
+        self._expected = [0.0] * hints
+        self._returned = [0.0] * hints
         self._trusts = [1.0] * hints
         self._promises = [[0] * CLASSES for _ in range(hints)]
         self._kept_promises = [0] * hints
+        self._heard: set[int] = set()  # the groups that have a record
         self._applied_at = 0
         # Per length of promise: how far it is believed, and what became of those that are settled.
         self._skill = [0.0] * _LENGTHS
@@ -105,6 +106,7 @@ class AdaptivePolicy(Policy):
         self._foreseen = np.zeros(_LENGTHS)
         self._held_true = np.zeros(_LENGTHS)
         self._judged = np.zeros(_LENGTHS)
+        self._any_settled = False
 
     # --- ranking: a rank class is (promise, what is left, hint, class, age bin), numbered ---
 
@@ -159,10 +161,13 @@ class AdaptivePolicy(Policy):
     def used(self, past: History, tick: int, blocks: int) -> int:
         age = max(0, tick - past.last)
         self._model.reused(class_of(past.reuse, past.gap), past.last, age, blocks)
-        self._kept_promises[self._hint(past)] += blocks
+        hint = self._hint(past)
+        self._kept_promises[hint] += blocks
+        self._heard.add(hint)
         return age
 
     def settled(self, past: History, blocks: int, kept: bool) -> None:
+        self._any_settled = True
         length = length_of(past.terms.promise)
         self._settled[length][class_of(past.reuse, past.gap)] += blocks
         self._kept[length] += blocks * kept
@@ -170,7 +175,9 @@ class AdaptivePolicy(Policy):
     def entered(self, history: History, blocks: int) -> None:
         cls = class_of(history.reuse, history.gap)
         self._model.touched(history.last, cls, blocks)
-        self._promises[self._hint(history)][cls] += blocks
+        hint = self._hint(history)
+        self._promises[hint][cls] += blocks
+        self._heard.add(hint)
 
     def forget(self, past: History, blocks: int) -> None:
         self._model.forgotten(class_of(past.reuse, past.gap), past.last, blocks)
@@ -205,9 +212,10 @@ class AdaptivePolicy(Policy):
         self._index = index
         decay = math.exp(-(clock - self._applied_at) / MEMORY)
         self._applied_at = clock
-        self._trusts = self._trust(chance[:, -1], decay)
+        self._trust(chance[:, -1].tolist(), decay)
         self._scores = {}
-        self._skill = self._promised(chance, decay)
+        if self._any_settled:
+            self._skill = self._promised(chance, decay)
 
     def _promised(self, chance: Table, decay: float) -> list[float]:
         """Return how far a promise of each length is believed, from 0 to 1."""
@@ -230,13 +238,17 @@ class AdaptivePolicy(Policy):
             beliefs[f"promise_{length:.0f}"] = skill
         return beliefs
 
-    def _trust(self, chance: Table, decay: float) -> list[float]:
-        """Return each group's factor: how much more its blocks return than their past predicts."""
-        self._expected = self._expected * decay + np.array(self._promises) @ chance
-        self._returned = self._returned * decay + np.array(self._kept_promises)
-        self._promises = [[0] * CLASSES for _ in self._promises]
-        self._kept_promises = [0] * len(self._kept_promises)
-        overall = (self._returned.sum() + _TRUST_WEIGHT) / (self._expected.sum() + _TRUST_WEIGHT)
-        expected = self._expected * overall
-        lift = (self._returned + _TRUST_WEIGHT) / (expected + _TRUST_WEIGHT)
-        return [float(factor) for factor in np.clip(lift, _LEAST_TRUST, _MOST_TRUST)]
+    def _trust(self, chance: list[float], decay: float) -> None:
+        """Set each group's factor: how much more its blocks return than their past predicts."""
+        for hint in self._heard:
+            made = self._promises[hint]
+            expected = sum(blocks * chance[cls] for cls, blocks in enumerate(made) if blocks)
+            self._expected[hint] = self._expected[hint] * decay + expected
+            self._returned[hint] = self._returned[hint] * decay + self._kept_promises[hint]
+            self._promises[hint] = [0] * CLASSES
+            self._kept_promises[hint] = 0
+        overall = (sum(self._returned) + _TRUST_WEIGHT) / (sum(self._expected) + _TRUST_WEIGHT)
+        for hint in self._heard:
+            foreseen = self._expected[hint] * overall
+            lift = (self._returned[hint] + _TRUST_WEIGHT) / (foreseen + _TRUST_WEIGHT)
+            self._trusts[hint] = min(_MOST_TRUST, max(_LEAST_TRUST, lift))

@@ -78,6 +78,8 @@ _PRIOR[0] = 0.0
 _PRIOR_WEIGHT = 10.0
 _PER_COUNT = 2.0**0.3  # how much likelier reuse is taken to be from one count bucket to the next
 
+_POWERS = _PER_COUNT ** np.arange(-1.0, _COUNTS)[:, None]
+
 _BEFORE = np.tril(np.ones((BINS, BINS), dtype=bool), k=-1)
 _UP_TO = np.tril(np.ones((BINS, BINS), dtype=bool))
 
@@ -161,8 +163,7 @@ class ReuseModel:
             _PRIOR_WEIGHT,
             0.0,
         )
-        powers = _PER_COUNT ** np.arange(-1.0, _COUNTS)
-        by_count_prior = 1.0 - (1.0 - overall) ** powers[:, None]
+        by_count_prior = 1.0 - (1.0 - overall) ** _POWERS
         hazard = np.empty((CLASSES, BINS))
         exposed = _exposed(reused, unused)
         hazard[:1] = _shrunk(reused[:1], exposed[:1], by_count_prior[:1], weight, smooth)

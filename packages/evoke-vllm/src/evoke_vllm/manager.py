@@ -111,12 +111,13 @@ class EvokeOffloadingManager(OffloadingManager):
         self._counts_skips = store_threshold > 1
         self._skips_reported = 0
         self._warned: set[TagProblem] = set()
-        self._changed = True  # since the metrics were last handed on
+        self._changes = 1  # calls that may have changed something
+        self._shown = self._told = 0  # of them, in metrics and in events
         self._since_reset: set[str] | None = None  # requests opened since; None: no reset yet
 
     @override
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        self._changed = True
+        self._changes += 1
         tags, problems = read_tags(req_context, self._tokens_per_block)
         if problems:
             self._report(problems)
@@ -131,7 +132,7 @@ class EvokeOffloadingManager(OffloadingManager):
 
     @override
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self._changed = True
+        self._changes += 1
         self._settle(req_context)
         self.ledger.close(req_context.req_id)
         if self._since_reset is not None:
@@ -159,7 +160,7 @@ class EvokeOffloadingManager(OffloadingManager):
 
     @override
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        self._changed = True
+        self._changes += 1
         self._announce(req_context)
         for group, part in chains.by_group(keys):
             if group == self._lookups.group:
@@ -181,7 +182,7 @@ class EvokeOffloadingManager(OffloadingManager):
         return self._hold(keys, req_context)
 
     def _hold(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        self._changed = True
+        self._changes += 1
         slots = self.ledger.acquire(req_context.req_id, keys)
         if slots is None:
             raise RuntimeError(
@@ -192,14 +193,14 @@ class EvokeOffloadingManager(OffloadingManager):
 
     @override
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        self._changed = True
+        self._changes += 1
         self.ledger.release(req_context.req_id, keys)
 
     @override
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput:
-        self._changed = True
+        self._changes += 1
         self._announce(req_context)
         self._settle(req_context)
         granted: list[OffloadKey] = []
@@ -231,7 +232,7 @@ class EvokeOffloadingManager(OffloadingManager):
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
-        self._changed = True
+        self._changes += 1
         if success:
             self.ledger.commit(req_context.req_id, keys)
         else:
@@ -241,7 +242,7 @@ class EvokeOffloadingManager(OffloadingManager):
 
     @override
     def reset_cache(self) -> None:
-        self._changed = True
+        self._changes += 1
         self.ledger.reset()
         self._since_reset = set()
         if self._recorder is not None:
@@ -249,6 +250,9 @@ class EvokeOffloadingManager(OffloadingManager):
 
     @override
     def take_events(self) -> Iterable[OffloadingEvent]:
+        if self._told == self._changes:
+            return ()
+        self._told = self._changes
         self._drain()
         # Like the stock manager, a reset announces nothing: the connector drops its own records.
         events = [
@@ -259,12 +263,12 @@ class EvokeOffloadingManager(OffloadingManager):
             )
             for decision in self._events
             if decision.kind in compat.EVENT_KINDS and decision.reason != "reset"
-            if (keys := self._told(decision))
+            if (keys := self._named(decision))
         ]
         self._events.clear()
         return events
 
-    def _told(self, decision: Decision) -> list[bytes]:
+    def _named(self, decision: Decision) -> list[bytes]:
         """The blocks an event names: of a failed write those that nobody writes again by now."""
         if decision.kind == "aborted":
             return [key for key in decision.keys if key not in self.ledger.index]
@@ -277,9 +281,9 @@ class EvokeOffloadingManager(OffloadingManager):
     @override
     def get_stats(self) -> OffloadingConnectorStats | None:
         """What changed since the last call; None, as for most decoding steps, if nothing did."""
-        if not self._changed:
+        if self._shown == self._changes:
             return None
-        self._changed = False
+        self._shown = self._changes
         self._drain()
         if self._recorder is not None:
             self._metrics.recording_dropped(self._recorder.lost)
@@ -319,7 +323,7 @@ class EvokeOffloadingManager(OffloadingManager):
     def _settled(self, request: Request, start: int, found: int) -> None:
         """It is known what a request found from position ``start`` of its prompt on."""
         assert request.keys is not None
-        self._changed = True
+        self._changes += 1
         self._metrics.looked_up(request.tags, start, len(request.keys) - start, found)
         if self._recorder is not None:
             self._recorder.prompt(
