@@ -59,6 +59,11 @@ def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("EVOKE_POLICY", "mru")
     with pytest.raises(ConfigError, match="EVOKE_POLICY"):
         stock(8)
+    monkeypatch.setenv("EVOKE_POLICY", "scored")
+    monkeypatch.setenv("EVOKE_W_REUSE", "0.1")
+    monkeypatch.setenv("EVOKE_W_ATTENTION", "0.2")
+    with pytest.raises(ConfigError, match=r"EVOKE_W_ATTENTION.*allowed: 0"):
+        stock(8)
 
 
 def test_tags_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:

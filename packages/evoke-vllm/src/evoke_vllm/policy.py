@@ -29,6 +29,7 @@ from evoke_core import EvokeConfig, RequestTags, RetentionIndex
 from evoke_core.tags import UNTAGGED
 from evoke_vllm import chains, compat
 from evoke_vllm.hints import read_tags
+from evoke_vllm.settings import load_config
 
 logger = init_logger(__name__)
 
@@ -60,11 +61,7 @@ class EvokeCachePolicy(CachePolicy):
         windows = compat.callers_window_groups() if window_groups is None else window_groups
         self._windows = frozenset(windows)
         if config is None:
-            config = EvokeConfig.load(
-                source="the environment",
-                say=logger.info,
-                default_policy=compat.default_policy(self._windows),
-            )
+            config = load_config({}, self._windows, source="the environment")
         self.index = RetentionIndex(
             config,
             window_groups=chains.window_groups(self._windows, range(MAX_GROUPS)),

@@ -35,15 +35,8 @@ from evoke_core.index import MAX_OPEN_REQUESTS
 from evoke_vllm import chains, compat
 from evoke_vllm.host import HostWorkerMixin
 from evoke_vllm.manager import EvokeOffloadingManager
-from evoke_vllm.spec import (
-    EXTRA,
-    MetricsMixin,
-    check_room,
-    check_sizes,
-    integer,
-    load_config,
-    manager_arguments,
-)
+from evoke_vllm.settings import EXTRA, check_room, check_sizes, integer, load_config
+from evoke_vllm.spec import MetricsMixin, manager_arguments
 
 logger = init_logger(__name__)
 
