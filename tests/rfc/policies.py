@@ -43,7 +43,7 @@ class Picky(LRUCachePolicy):
         self, n: int, protected: set[OffloadKey], req_context: ReqContext
     ) -> list[tuple[OffloadKey, Any]] | None:
         self.room_for.append((n, req_context.req_id))
-        return super().evict_for(n, protected, req_context)  # type: ignore[misc, no-any-return]
+        return super().evict_for(n, protected, req_context)
 
 
 class Told(EvokeCachePolicy):

@@ -117,8 +117,8 @@ def test_every_backend_says_who_it_is_and_what_it_was_told(tmp_path: Any) -> Non
     Noted.built.clear()
     told = {"mine": 7}
     register_cache_policy("Noted", Noted)
-    disk = {"local_disk": f"file://{tmp_path}", "max_local_disk_size": 0.001}
-    with engine("Noted", 8, extra_config=told, **disk):
+    place = f"file://{tmp_path}"
+    with engine("Noted", 8, extra_config=told, local_disk=place, max_local_disk_size=0.001):
         pass
     assert {each.context.backend for each in Noted.built} == {"LocalCPUBackend", "LocalDiskBackend"}
     assert all(each.context.config.extra_config == told for each in Noted.built)

@@ -411,7 +411,7 @@ def sample(name: str, **labels: str) -> float | None:
 def test_everything_survives_the_way_to_prometheus() -> None:
     shown = prometheus(OffloadingConnector, transfer_config())
     manager = busy_manager()
-    stats = manager.get_stats()
+    stats: Any = manager.get_stats()
     expected = {name: dict(values) for name, values in stats.data["data"].items()}
     shown.observe(sent(stats), engine_idx=0)
     for name, metadata in definitions().items():
@@ -449,7 +449,7 @@ def test_two_offloading_connectors_under_multi_connector(second: str) -> None:
             "kv_connector_extra_config": {"connectors": connectors},
         },
     )
-    merged = busy_manager().get_stats()
+    merged: Any = busy_manager().get_stats()
     if second == "EvokeOffloadingSpec":
         merged.aggregate(busy_manager().get_stats())
     hits = sum(merged.data["data"][metrics.HIT].values())

@@ -180,13 +180,13 @@ class ReuseModel:
             )
             yield
         index = ReuseIndex(hazard, by_count)
-        index.compute(np.flatnonzero(waiting))
+        index.compute(waiting)
         return index, 1.0 - np.exp(np.log1p(-hazard).cumsum(axis=1))
 
-    def _evidence(self) -> tuple[Table, Table, npt.NDArray[np.bool_]]:
+    def _evidence(self) -> tuple[Table, Table, npt.NDArray[np.intp]]:
         """Fold in what is new, let the old decay, and add the blocks that still wait.
 
-        Returns reused and unused blocks, and which classes have blocks that wait.
+        Returns reused and unused blocks, and the classes that have blocks that wait.
         """
         memory = min(MEMORY, 1.0 + _EARLY_MEMORY * self.clock)
         decay = math.exp(-(self.clock - self._learned_at) / memory)
@@ -204,7 +204,7 @@ class ReuseModel:
         waiting = np.add.reduceat(newest_first, starts, axis=1)
         unused = self._unused.copy()
         unused[:, : len(starts)] += waiting * np.exp(-np.array(starts) / MEMORY)
-        return self._reused, unused, waiting.any(axis=1)
+        return self._reused, unused, np.flatnonzero(waiting.any(axis=1))
 
 
 class ReuseIndex:
