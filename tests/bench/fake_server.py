@@ -41,6 +41,10 @@ class FakeEngine:
     def metrics(self) -> str:
         queries = "vllm:external_prefix_cache_queries"
         lines = [f"# TYPE {queries} counter", f"{queries}_total {self.queried}.0"]
+        # As where every request had to wait a step, and so was looked up twice.
+        looked_up = 2 * self.by_source.total()
+        lines.append("# TYPE vllm:prefix_cache_queries counter")
+        lines.append(f"vllm:prefix_cache_queries_total {looked_up}.0")
         lines.append("# TYPE vllm:prompt_tokens_by_source counter")
         for source, value in self.by_source.items():
             lines.append(f'vllm:prompt_tokens_by_source_total{{source="{source}"}} {value}.0')
