@@ -265,6 +265,7 @@ def test_skipped_stores_are_counted_as_stock_counts_them() -> None:
     manager = EvokeOffloadingManager(8, store_threshold=2)
     store(manager, "one", chain("a", 3))
     assert metric(manager, CPUOffloadingMetrics.STORES_SKIPPED) == 3
+    assert metric(manager, CPUOffloadingMetrics.STORES_SKIPPED) == 0
     store(manager, "another", chain("b", 1))
     assert metric(manager, CPUOffloadingMetrics.STORES_SKIPPED) == 1
 

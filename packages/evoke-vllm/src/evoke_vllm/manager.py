@@ -280,8 +280,11 @@ class EvokeOffloadingManager(OffloadingManager):
 
     @override
     def get_stats(self) -> OffloadingConnectorStats | None:
-        """What changed since the last call; None, as for most decoding steps, if nothing did."""
-        if self._shown == self._changes:
+        """What changed since the last call; None, as for most decoding steps, if nothing did.
+
+        With ``store_threshold`` every step has a report, of 0 skips if need be, as stock has.
+        """
+        if self._shown == self._changes and not self._counts_skips:
             return None
         self._shown = self._changes
         self._drain()
