@@ -41,6 +41,7 @@ UPSTREAM_LMCACHE = (
     "tests/v1/multiprocess/test_ext_server_module.py",
 )
 LMCACHES = ("0.5.6", "0.5.3")
+QUIET_LMCACHE = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "ERROR"}
 PACKAGES = ("evoke-core", "evoke-vllm", "evoke-lmcache")
 
 WORKSPACE = nox.project.load_toml("pyproject.toml")
@@ -288,7 +289,7 @@ def tests_lmcache(session: nox.Session, lmcache: str) -> None:
     session.run(
         "pytest",
         *(session.posargs or ["tests/lmcache", "tests/conformance/test_lmcache.py"]),
-        env={"LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "ERROR"},
+        env=QUIET_LMCACHE,
     )
 
 
@@ -326,8 +327,7 @@ def upstream_lmcache(session: nox.Session) -> None:
         *(session.posargs or UPSTREAM_LMCACHE),
         env={
             "PYTHONPATH": os.pathsep.join(["", str(ROOT / "tests" / "lmcache" / "upstream")]),
-            "LMCACHE_TRACK_USAGE": "false",
-            "LMCACHE_LOG_LEVEL": "ERROR",
+            **QUIET_LMCACHE,
         },
     )
 
@@ -379,13 +379,12 @@ def rfc(session: nox.Session, number: str) -> None:
         run_engine(session, *theirs, engine=engine, env={"UV": str(nox.virtualenv.UV)})
         return
     install_lmcache(session, LMCACHES[0], *group("upstream-lmcache"))
-    quiet = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "ERROR"}
     session.run("python", *make)
-    session.run("pytest", "tests/rfc", env={"PYTHONPATH": path, **quiet})
+    session.run("pytest", "tests/rfc", env={"PYTHONPATH": path, **QUIET_LMCACHE})
     session.chdir(lmcache_source(session, LMCACHES[0]))
     session.run(
         *("python", "-m", "pytest", "-q", *UPSTREAM_LMCACHE),
-        env={"PYTHONPATH": os.pathsep.join(["", str(folder)]), **quiet},
+        env={"PYTHONPATH": os.pathsep.join(["", str(folder)]), **QUIET_LMCACHE},
     )
 
 

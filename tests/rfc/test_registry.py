@@ -125,7 +125,7 @@ def test_every_backend_says_who_it_is_and_what_it_was_told(tmp_path: Any) -> Non
 
 
 def test_evoke_by_import_path_alone() -> None:
-    """No plugin, and no look into the frame of the constructor that asks."""
+    """Nothing is looked up under EVOKE's name, nor in the frame of the constructor that asks."""
     with engine(f"{__name__}:build_evoke", 8) as built:
         assert isinstance(built.cpu.cache_policy, EvokeCachePolicy)
         text = list(range(64))
